@@ -55,9 +55,9 @@ test-all: $(STAMP) ## run the tests that `make test` leaves out, and no other on
 
 durations: $(STAMP) ## time every test file of `make test` and `make test-all` (needs an idle machine)
 	rm -f benchmarks/test_durations.new
-	PYTEST_ADDOPTS="-p tests.unit.durations" RAYMOE_DURATIONS=$(CURDIR)/benchmarks/test_durations.new $(MAKE) unit
-	PYTEST_ADDOPTS="-p tests.unit.durations" RAYMOE_DURATIONS=$(CURDIR)/benchmarks/test_durations.new $(MAKE) test-all
-	$(BIN)/python -m tests.unit.durations benchmarks/test_durations.new >benchmarks/test_durations_cpu.txt
+	PYTEST_ADDOPTS="-p tests.unit.house.durations" RAYMOE_DURATIONS=$(CURDIR)/benchmarks/test_durations.new $(MAKE) unit
+	PYTEST_ADDOPTS="-p tests.unit.house.durations" RAYMOE_DURATIONS=$(CURDIR)/benchmarks/test_durations.new $(MAKE) test-all
+	$(BIN)/python -m tests.unit.house.durations benchmarks/test_durations.new >benchmarks/test_durations_cpu.txt
 	rm benchmarks/test_durations.new
 
 perf: $(STAMP) ## check the speeds that the docs promise, as ratios (needs an idle machine)

@@ -1,6 +1,6 @@
 """Expert-parallel Mixture-of-Experts work on a Ray cluster.
 
-The library, for your own programs: `errors device memory net transport exchange moe`.
+The library, for your own programs: `errors cuda memory net transport exchange rows moe integrations`.
 The harness, for `raymoe run`: `config workload gang report doctor`, `cli.py` and `run.py`. The harness imports the
 library, and the library never imports the harness.
 
@@ -18,10 +18,10 @@ _LAZY = {
     "Exchange": "raymoe.exchange.exchange",
     "ExchangeSpec": "raymoe.exchange.spec",
     "MoELayer": "raymoe.moe.layer",
-    "Workspace": "raymoe.exchange.workspace",
+    "Workspace": "raymoe.exchange.peer.workspace",
     "World": "raymoe.memory.world",
-    "join": "raymoe.gang.join",
-    "pointwise": "raymoe.moe.elementwise",
+    "join": "raymoe.integrations.ray_actors",
+    "pointwise": "raymoe.rows.elementwise",
 }
 __all__ = [
     "Channel",

@@ -6,8 +6,8 @@ import ctypes
 import time
 from collections.abc import Callable
 
-from raymoe.device.driver import bindings, call
-from raymoe.device.gpu import Gpu
+from raymoe.cuda.driver import bindings, call
+from raymoe.cuda.gpu import Gpu
 from raymoe.doctor.finding import Finding, Machine, count, fail, gpus_of, nothing_to_check, ok
 from raymoe.errors import CudaError, CudaMissing
 

@@ -8,7 +8,7 @@ import sys
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
-from raymoe.device import cache
+from raymoe.cuda import cache
 from raymoe.doctor.finding import EVERY_RANK, Finding, Machine, fail, ok, warn
 from raymoe.errors import RaymoeError
 

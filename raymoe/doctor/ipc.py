@@ -10,8 +10,8 @@ from collections.abc import Callable, Iterator, Mapping
 from multiprocessing.connection import Connection
 from typing import Any
 
-from raymoe.device.driver import bindings, call
-from raymoe.device.gpu import Gpu
+from raymoe.cuda.driver import bindings, call
+from raymoe.cuda.gpu import Gpu
 from raymoe.doctor.finding import Finding, Machine, fail, nothing_to_check, ok, warn
 from raymoe.doctor.gpus import START_ERRORS
 from raymoe.errors import CudaError

@@ -8,7 +8,7 @@ import subprocess
 from collections.abc import Callable
 from pathlib import Path
 
-from raymoe.device.nvml import BINDINGS, Library
+from raymoe.cuda.nvml import BINDINGS, Library
 
 # Reading nvidia-smi's output, where no binding of NVML works.
 

@@ -15,14 +15,14 @@ ARCH = "sm_90a"
 def probe(doing: Callable[[str], None]) -> dict[str, object]:
     """Return NVRTC's version, the architectures that it knows, and the time to compile the copy kernel."""
     doing("loading NVRTC")
-    from raymoe.device.copy import COPY
-    from raymoe.device.jit import Compiler, Cubins, nvrtc_version
+    from raymoe.cuda.jit import Compiler, Cubins, nvrtc_version
+    from raymoe.transport.copy_kernel import COPY
 
     version = nvrtc_version()
     from cuda.bindings import nvrtc
 
     code, known = nvrtc.nvrtcGetSupportedArchs()
-    doing(f"compiling kernels/{COPY.stem}.cu for {ARCH}")
+    doing(f"compiling kernels/{COPY.path}.cu for {ARCH}")
     with tempfile.TemporaryDirectory() as folder:
         began = time.perf_counter()
         compiled = Compiler(cubins=Cubins(Path(folder))).compiled(COPY, ARCH)

@@ -1,4 +1,5 @@
 """Dispatch and combine: several backends behind one interface.
 
-Read first: `exchange.py` (the public class), `backend.py` (the interface), `fused.py` (the fastest backend).
+The files here are the interface. Each folder is a family of backends: `peer`, `nccl`, `cpu`; `domains` between NVLink
+domains. Read first: `exchange.py` (the public class), `backend.py` (the interface), `peer/fused.py` (the fastest).
 """

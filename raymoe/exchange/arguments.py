@@ -10,10 +10,11 @@ from typing import Any
 
 import torch
 
-from raymoe.device.current import capturing as capturing
+from raymoe.cuda.current import capturing as capturing
 from raymoe.errors import ConfigError
 from raymoe.exchange.backend import Dispatched, Tokens
-from raymoe.exchange.spec import FP8, ExchangeSpec
+from raymoe.exchange.spec import ExchangeSpec
+from raymoe.fp8 import FP8
 
 _GPU_ALIGNMENT = 16  # bytes: kernels and bulk copies move rows in pieces of this size
 _PLAIN = frozenset({torch.Tensor, torch.nn.Parameter})

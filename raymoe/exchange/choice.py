@@ -7,17 +7,18 @@ from dataclasses import asdict, dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING
 
-from raymoe.device.dispatch import MAX_DONE, RANK_BITS
-from raymoe.device.rounds import MOST_EXPERTS, MOST_RANKS, SPREAD_VECTORS
 from raymoe.errors import ConfigError
 from raymoe.exchange.backend import Backend
-from raymoe.exchange.chunks import chunk_of, sms_beside, too_many_sms
-from raymoe.exchange.spec import FP8, ROW_BYTES, ExchangeSpec
+from raymoe.exchange.domains.chunks import chunk_of, sms_beside, too_many_sms
+from raymoe.exchange.nccl.rounds import MOST_EXPERTS, MOST_RANKS, SPREAD_VECTORS
+from raymoe.exchange.peer.dispatch import MAX_DONE, RANK_BITS
+from raymoe.exchange.spec import ROW_BYTES, ExchangeSpec
+from raymoe.fp8 import FP8
 from raymoe.memory.world import World
 
 if TYPE_CHECKING:
-    from raymoe.exchange.cpu import Carrier
-    from raymoe.exchange.workspace import Workspace
+    from raymoe.exchange.cpu.cpu_backend import Carrier
+    from raymoe.exchange.peer.workspace import Workspace
 
 BACKENDS = {
     "cpu": ("auto", "host", "collective", "allgather"),
@@ -68,7 +69,7 @@ class Choice:
     sms: int = 0
     """SMs that the kernels of `fused` and `staged` may take on each GPU."""
     lines: bool = False
-    """Whether `fused` takes the LL path, which carries rows in lines (raymoe/exchange/fused_ll.py)."""
+    """Whether `fused` takes the LL path, which carries rows in lines (raymoe/exchange/peer/fused_ll.py)."""
     chunk: int = 0
     """Tokens of a chunk in which rows cross between domains; 0: all at once."""
 
@@ -117,7 +118,7 @@ def _make_choice(
     """Turn `sms` into a number, and decide how `fused` carries rows."""
     if name not in KERNEL_BACKENDS:
         return Choice(name)
-    from raymoe.exchange.workspace import Links, is_ll
+    from raymoe.exchange.peer.workspace import Links, is_ll
 
     limit = None if request.sms == "auto" else int(request.sms)
     most = min(MAX_DONE, *(found.sms for found in facts))
@@ -231,10 +232,10 @@ def make_backend(choice: Choice, world: World, spec: ExchangeSpec, workspace: Wo
         if world.domains > 1:
             return _make_between_gpus(choice, world, spec)
         return _make_on_gpu(choice, world, spec, workspace)
-    from raymoe.exchange.cpu import CpuBackend
+    from raymoe.exchange.cpu.cpu_backend import CpuBackend
 
     if world.domains > 1:
-        from raymoe.exchange.hierarchical import HierarchicalRows
+        from raymoe.exchange.domains.hierarchical import HierarchicalRows
 
         return CpuBackend(world, spec, HierarchicalRows(world, spec, partial(_make_carrier, name)))
     return CpuBackend(world, spec, _make_carrier(name, world, spec))
@@ -243,21 +244,21 @@ def make_backend(choice: Choice, world: World, spec: ExchangeSpec, workspace: Wo
 def _make_carrier(name: str, world: World, spec: ExchangeSpec) -> Carrier:
     """Make the carrier of CPU ranks in one domain."""
     if name == "collective":
-        from raymoe.exchange.gloo import GlooCollective
+        from raymoe.exchange.cpu.gloo import GlooCollective
 
         return GlooCollective(world, spec)
     if name == "allgather":
-        from raymoe.exchange.gloo import GlooAllgather
+        from raymoe.exchange.cpu.gloo import GlooAllgather
 
         return GlooAllgather(world, spec)
-    from raymoe.exchange.host import HostSlots
+    from raymoe.exchange.cpu.host import HostSlots
 
     return HostSlots(world, spec)
 
 
 def _make_between_gpus(choice: Choice, world: World, spec: ExchangeSpec) -> Backend:
-    from raymoe.exchange.hierarchical_gpu import HierarchicalGpu, InsideBackend, RailParts
-    from raymoe.exchange.nccl_kernels import GpuLauncher
+    from raymoe.exchange.domains.hierarchical_gpu import HierarchicalGpu, InsideBackend, RailParts
+    from raymoe.exchange.nccl.nccl_kernels import GpuLauncher
     from raymoe.net.nccl_rail import NcclRail
 
     launcher = world.shared(GpuLauncher)  # made first, so that it is closed last
@@ -270,28 +271,28 @@ def _make_between_gpus(choice: Choice, world: World, spec: ExchangeSpec) -> Back
 def _make_on_gpu(choice: Choice, world: World, spec: ExchangeSpec, workspace: Workspace | None) -> Backend:
     name, sms = choice.backend, choice.sms
     if name == "collective":
-        from raymoe.exchange.nccl import NcclCollective, NcclRounds
-        from raymoe.exchange.nccl_kernels import GpuLauncher
+        from raymoe.exchange.nccl.nccl_backends import NcclCollective, NcclRounds
+        from raymoe.exchange.nccl.nccl_kernels import GpuLauncher
 
         launcher = world.shared(GpuLauncher)  # made first, so that it is closed last
         return NcclCollective(world, spec, world.shared(NcclRounds), launcher)
     if name == "allgather":
-        from raymoe.exchange.nccl import NcclAllgather, NcclRounds
-        from raymoe.exchange.nccl_kernels import GpuLauncher
+        from raymoe.exchange.nccl.nccl_backends import NcclAllgather, NcclRounds
+        from raymoe.exchange.nccl.nccl_kernels import GpuLauncher
 
         launcher = world.shared(GpuLauncher)
         return NcclAllgather(world, spec, world.shared(NcclRounds), launcher)
     if name == "staged" and spec.by_copy_engine:
-        from raymoe.exchange.staged import CopiedBackend
+        from raymoe.exchange.peer.staged import CopiedBackend
 
         return CopiedBackend(world, spec, workspace, sms)
     if name == "staged":
-        from raymoe.exchange.staged import StagedBackend
+        from raymoe.exchange.peer.staged import StagedBackend
 
         return StagedBackend(world, spec, workspace, sms)
-    from raymoe.exchange.fused import FusedBackend
-    from raymoe.exchange.fused_chunks import FusedChunksBackend
-    from raymoe.exchange.fused_ll import FusedLlBackend
+    from raymoe.exchange.peer.fused import FusedBackend
+    from raymoe.exchange.peer.fused_chunks import FusedChunksBackend
+    from raymoe.exchange.peer.fused_ll import FusedLlBackend
 
     kind = FusedLlBackend if choice.lines else FusedChunksBackend if choice.chunk else FusedBackend
     return kind(world, spec, workspace, sms)

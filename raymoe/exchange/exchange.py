@@ -17,12 +17,13 @@ from raymoe.exchange.arguments import Arguments, capturing, refuse_overlap, refu
 from raymoe.exchange.backend import HARMLESS_ERRORS, Backend, Dispatched, Ids, Refuses, Sent, SplitBackend, Tokens
 from raymoe.exchange.calls import Calls, one_at_a_time
 from raymoe.exchange.choice import ExchangeRequest, choose, make_backend
-from raymoe.exchange.spec import FP8, ExchangeSpec
+from raymoe.exchange.spec import ExchangeSpec
+from raymoe.fp8 import FP8
 from raymoe.memory.unpicklable import OfOneProcess
 from raymoe.memory.world import World
 
 if TYPE_CHECKING:
-    from raymoe.exchange.workspace import Workspace
+    from raymoe.exchange.peer.workspace import Workspace
 
 _HANDLES = itertools.count(1)
 _EXCHANGES: weakref.WeakValueDictionary[int, Exchange] = weakref.WeakValueDictionary()  # of this process, by handle

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 from raymoe.errors import ConfigError
+from raymoe.fp8 import FP8, FP8_BLOCK
 from raymoe.memory.layout import ITEM_BYTES, WORD_STRIDE, Layout, Region, round_up
 
 # Limits of a spec, the same in a job and in the library.
@@ -27,9 +28,6 @@ PADDINGS = ("any", "zero")
 OUTPUTS = ("dequantised", "raw")
 TRANSPORTS = ("auto", "copy_engine")
 COPY_ENGINE = "copy_engine"
-FP8 = "float8_e4m3"
-FP8_BLOCK = 128
-"""Elements of a row that share one float32 scale."""
 
 ROW_BYTES = 16
 """Rows move in pieces of so many bytes."""

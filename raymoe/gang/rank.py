@@ -243,7 +243,7 @@ class Rank:
         return dict(self.world.descriptor())
 
     def _wire(self, descriptors: Sequence[Mapping[str, Any]]) -> None:
-        from raymoe.device.nvtx import nvtx_range
+        from raymoe.cuda.nvtx import nvtx_range
 
         world = self._open_world()
         with self._phase("wire"), nvtx_range(world.device, "wire"):
@@ -251,7 +251,7 @@ class Rank:
         self._enter("ready")
 
     def _run(self, resolved: Mapping[str, Any], finished: Collection[str]) -> None:
-        from raymoe.device.nvtx import nvtx_range
+        from raymoe.cuda.nvtx import nvtx_range
         from raymoe.workload import run_case
 
         world, now = self._open_world(), self.progress

@@ -24,8 +24,8 @@ from typing import Any
 
 import torch
 
-from raymoe.device.driver import bindings, call
-from raymoe.device.gpu import Gpu
+from raymoe.cuda.driver import bindings, call
+from raymoe.cuda.gpu import Gpu
 from raymoe.errors import CudaError, CudaMissing, PlacementError, WiringError
 from raymoe.memory.host_shm import check_fields
 from raymoe.memory.layout import round_up

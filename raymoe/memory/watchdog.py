@@ -24,8 +24,8 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from raymoe.device.driver import bindings, call
-from raymoe.device.gpu import HostWords
+from raymoe.cuda.driver import bindings, call
+from raymoe.cuda.gpu import HostWords
 from raymoe.errors import Aborted, PeerTimeout, RaymoeError
 from raymoe.memory.world import World
 

@@ -37,7 +37,7 @@ from raymoe.memory.wait import Waiter
 from raymoe.memory.wiring import act_together, prove, share
 
 if TYPE_CHECKING:
-    from raymoe.device.gpu import Gpu
+    from raymoe.cuda.gpu import Gpu
 
 CLOSING_S = 2.0
 """How long a rank that closes its world waits for its peers to close theirs."""

@@ -27,10 +27,10 @@ import torch
 from raymoe.errors import ConfigError
 from raymoe.exchange.backend import Dispatched, Ids, Tokens
 from raymoe.exchange.exchange import Exchange
-from raymoe.exchange.kernel_result import keep_for_current_stream
+from raymoe.exchange.peer.kernel_result import keep_for_current_stream
 from raymoe.moe.compiled_order import keep_order
-from raymoe.moe.direct import refuse_derivatives
 from raymoe.moe.expert_rows import weigh_gradients
+from raymoe.rows.direct import refuse_derivatives
 
 
 @dataclass(frozen=True)

@@ -15,12 +15,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-import raymoe.moe.formulas as formulas
-from raymoe.device import expert_rows
-from raymoe.device.expert_rows import Gate, Places
-from raymoe.device.pipe_tensors import ALIGNMENT
-from raymoe.moe import kernels
-from raymoe.moe.results import new_halved, new_like
+import raymoe.rows.formulas as formulas
+from raymoe.moe import expert_rows_launches as expert_rows
+from raymoe.moe.expert_rows_launches import Gate, Places
+from raymoe.rows import kernels
+from raymoe.rows.pipe_tensors import ALIGNMENT
+from raymoe.rows.results import new_halved, new_like
 
 
 @dataclass(frozen=True)
@@ -215,6 +215,35 @@ torch.library.register_autograd("raymoe::add_expert_bias", _bias_backward, setup
 # Gated activations.
 
 
+def _gated(gate: Gate, gate_up: Tensor) -> Tensor:
+    """The activation of kernels/moe/gated_activation.cu, without weights, of rows that have their bias."""
+    clamped_gate, clamped_up, share = _clamped(gate, gate_up)
+    return clamped_gate * share * (clamped_up + gate.up_plus)
+
+
+def _gated_gradient(gate: Gate, dy: Tensor, gate_up: Tensor) -> Tensor:
+    """Return the gradient of gate_up."""
+    (left, up), d = _halves(gate, gate_up), formulas.wide(dy)
+    clamped_gate, clamped_up, share = _clamped(gate, gate_up)
+    d_gate = d * (clamped_up + gate.up_plus) * share * (1 + gate.alpha * clamped_gate * (1 - share))
+    d_gate = torch.where(left > gate.limit, 0, d_gate)
+    d_up = torch.where(up.abs() > gate.limit, 0, d * clamped_gate * share)
+    return torch.stack((d_gate, d_up), dim=-1).flatten(-2) if gate.interleaved else torch.cat((d_gate, d_up), dim=-1)
+
+
+def _halves(gate: Gate, gate_up: Tensor) -> tuple[Tensor, Tensor]:
+    rows = formulas.wide(gate_up)
+    left, up = (rows[..., ::2], rows[..., 1::2]) if gate.interleaved else rows.chunk(2, dim=-1)
+    return left, up
+
+
+def _clamped(gate: Gate, gate_up: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Return gate and up within the limit, and the sigmoid of gate."""
+    left, up = _halves(gate, gate_up)
+    left, up = left.clamp(max=gate.limit), up.clamp(-gate.limit, gate.limit)
+    return left, up, torch.sigmoid(gate.alpha * left)
+
+
 @torch.library.impl("raymoe::gated_activation", _DEVICES)
 def _gated_activation(
     gate_up: Tensor, bias: Tensor | None, offsets: Tensor, counts: Tensor, weights: Tensor | None, *numbers: Any
@@ -225,7 +254,7 @@ def _gated_activation(
         expert_rows.gated_activation(expert_rows.GatedActivation(gate, *given, h, _places(offsets, counts)))
         return h
     biased, there = _biased(gate_up, bias, offsets, counts)
-    return h.copy_(torch.where(there, formulas.gated(gate, biased) * _column(weights, biased), 0))
+    return h.copy_(torch.where(there, _gated(gate, biased) * _column(weights, biased), 0))
 
 
 def _biased(gate_up: Tensor, bias: Tensor | None, offsets: Tensor, counts: Tensor) -> tuple[Tensor, Tensor]:
@@ -261,9 +290,9 @@ def _gated_activation_backward(
         return into, d_weights
     biased, there = _biased(gate_up, bias, offsets, counts)
     by_weight = formulas.wide(dh) * _column(weights, biased)
-    into.copy_(torch.where(there, formulas.gated_backward(gate, by_weight, biased), 0))
+    into.copy_(torch.where(there, _gated_gradient(gate, by_weight, biased), 0))
     if weights is not None:
-        d_weights.copy_(torch.where(there, formulas.wide(dh) * formulas.gated(gate, biased), 0).sum(dim=1))
+        d_weights.copy_(torch.where(there, formulas.wide(dh) * _gated(gate, biased), 0).sum(dim=1))
     return into, d_weights
 
 

@@ -1,7 +1,7 @@
 """The experts of one rank: two products over the rows of each expert, with an activation between them.
 
 The rows of all experts are in one tensor, expert by expert. On GPUs `torch.nn.functional.grouped_mm` multiplies them
-by offsets that stay on the device; few rows without gradients go through kernels/few_rows.cu. On CPUs an operator of
+by offsets that stay on the device; few rows without gradients go through few_rows.cu. On CPUs an operator of
 this file does, expert after expert; it reads no other rows.
 """
 
@@ -14,11 +14,11 @@ from typing import Any
 import torch
 from torch import nn
 
-import raymoe.moe.kernels as kernels
-from raymoe.device.expert_rows import Gate
 from raymoe.errors import ConfigError
-from raymoe.moe.activation import swiglu
+from raymoe.moe import few_rows
 from raymoe.moe.expert_rows import Groups, add_expert_bias, gated_activation
+from raymoe.moe.expert_rows_launches import Gate
+from raymoe.rows.activation import swiglu
 
 
 def arithmetic_dtype(dtype: torch.dtype) -> torch.dtype:
@@ -287,8 +287,8 @@ class Experts(nn.Module):
         gate_up_proj, down_proj = self._outputs_first(self.gate_up_proj), self._outputs_first(self.down_proj)
         if weights is None and self.streams_weights(x, expected_rows):
             given = groups.offsets, groups.counts
-            h = kernels.multiply_few_rows(x, gate_up_proj, *given, gated=True)
-            return kernels.multiply_few_rows(h, down_proj, *given, gated=False)
+            h = few_rows.multiply_few_rows(x, gate_up_proj, *given, gated=True)
+            return few_rows.multiply_few_rows(h, down_proj, *given, gated=False)
         gate_up = grouped_linear(x, gate_up_proj, groups)
         h = self.activation.of_experts(gate_up, local(self.gate_up_proj_bias), groups, weights)
         y = grouped_linear(h, down_proj, groups)
@@ -296,7 +296,7 @@ class Experts(nn.Module):
         return y if bias is None else add_expert_bias(y, bias, groups, weights)
 
     def streams_weights(self, x: torch.Tensor, expected_rows: float) -> bool:
-        """Whether kernels/few_rows.cu computes a forward pass over rows like `x`, without weights.
+        """Whether kernels/moe/few_rows.cu computes a forward pass over rows like `x`, without weights.
 
         It has SwiGLU alone, no biases and no gradients.
         """
@@ -305,7 +305,7 @@ class Experts(nn.Module):
         if self.activation != SWIGLU or self.gate_up_proj_bias is not None or self.down_proj_bias is not None:
             return False
         weights = self._outputs_first(self.gate_up_proj), self._outputs_first(self.down_proj)
-        return kernels.multiplies_few_rows(x, *weights)
+        return few_rows.multiplies_few_rows(x, *weights)
 
     def _outputs_first(self, parameter: nn.Parameter) -> torch.Tensor:
         weight = local(parameter)

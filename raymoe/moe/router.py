@@ -12,11 +12,11 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
-import raymoe.moe.kernels as kernels
 import raymoe.moe.router_formulas as formulas
-from raymoe.moe.direct import Computation, backward_directly, directly, needs_gradient
+import raymoe.moe.router_kernels as kernels
 from raymoe.moe.logits import logits_of
 from raymoe.moe.router_formulas import RouterForm
+from raymoe.rows.direct import Computation, backward_directly, directly, needs_gradient
 
 
 class Routed(NamedTuple):

@@ -21,7 +21,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from raymoe.device.current import capturing, on
+from raymoe.cuda.current import capturing, on
 from raymoe.errors import ConfigError, RaymoeError, WiringError
 from raymoe.memory.layout import Layout, Region
 from raymoe.memory.world import World

@@ -13,7 +13,7 @@ every abort first sets a word in host memory, `aborted`, which that work can rea
 its own flag with a release. Its kernel ends when it has read the flag, so the kernel after it finds the word set.
 
 Its kernels have at most `RAIL_BLOCKS` blocks, because a dispatch that waits for rows leaves so many SMs free
-(raymoe/exchange/chunks.py).
+(raymoe/exchange/domains/chunks.py).
 
 **Pretended domains.** Ranks of two domains on one machine would find shared memory and NVLink between them, and NCCL
 refuses two ranks on one GPU of a host. So the rail then sets NCCL_HOSTID in this process, and NCCL_SOCKET_IFNAME=lo
@@ -34,8 +34,8 @@ from collections.abc import Callable, Sequence
 import torch
 import torch.distributed as dist
 
-from raymoe.device.current import capturing, on
-from raymoe.device.gpu import HostWords
+from raymoe.cuda.current import capturing, on
+from raymoe.cuda.gpu import HostWords
 from raymoe.errors import ConfigError, PeerTimeout, RaymoeError, WiringError
 from raymoe.memory.address import LOOPBACK
 from raymoe.memory.spanning import SpanningWorld

@@ -12,7 +12,7 @@ from matplotlib.figure import Figure
 from matplotlib.patches import Patch
 from matplotlib.ticker import NullLocator
 
-from raymoe.device.trace import POINTS
+from raymoe.exchange.peer.trace import POINTS
 from raymoe.report.columns import BASELINE, EXCHANGES, sends_dispatch_rows
 from raymoe.report.copies import gbps, how_measured, integer, link_of, measured_link_gbps, three_digits, us
 from raymoe.report.drawing import COLOURS, GREY, MARKERS, measured_limit, new_figure, nominal_limit, set_title

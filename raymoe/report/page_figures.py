@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from statistics import median
 
-from raymoe.device.trace import POINTS
+from raymoe.exchange.peer.trace import POINTS
 from raymoe.report.bandwidth import bandwidth_curves, is_copy, rate
 from raymoe.report.columns import BASELINE, EXCHANGES, Column, byte_size, show
 from raymoe.report.copies import (

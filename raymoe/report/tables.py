@@ -8,7 +8,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from raymoe.device.trace import POINTS
+from raymoe.exchange.peer.trace import POINTS
 from raymoe.report.bandwidth import bandwidth_tables
 from raymoe.report.columns import (
     SETTINGS,

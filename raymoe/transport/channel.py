@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Self
 
 import torch
 
-from raymoe.device.current import capturing
+from raymoe.cuda.current import capturing
 from raymoe.errors import CaptureError, ConfigError
 from raymoe.memory.world import World
 from raymoe.transport.channels import Channels

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
 
-from raymoe.device import cache
+from raymoe.cuda import cache
 from raymoe.errors import CannotWrite, ConfigError, printable
 from raymoe.memory.world import World
 from raymoe.transport.spec import PROTOCOLS, ChannelSpec

@@ -8,7 +8,7 @@ sets it to 1. The reader waits for 1 and sets it back to 0 before it allows the 
                              channels are made: the slot is free. The sender sets it to 0 before it sets `sent`.
 
 So a word is never set while it is 1, and never set back while the set is in flight: at any moment one of the two ends
-holds the lane. `tests/unit/test_transport_words.py` explores every interleaving.
+holds the lane. `tests/unit/transport/test_transport_words.py` explores every interleaving.
 
 A stream memory operation fences at system scope before it stores. This orders the bytes of the copy before `sent` and
 the reader's loads before `taken`. The operations of a batch run in its order.
@@ -25,7 +25,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from raymoe.device.driver import bindings, call
+from raymoe.cuda.driver import bindings, call
 from raymoe.memory.watchdog import Watchdog, WatchedWord
 from raymoe.memory.world import World
 from raymoe.transport.device_lanes import GpuMover, OrderedBatch

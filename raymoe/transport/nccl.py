@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 
-from raymoe.device.current import capturing
+from raymoe.cuda.current import capturing
 from raymoe.errors import ConfigError, PeerTimeout
 from raymoe.memory.world import World
 from raymoe.net.nccl import NcclGroup

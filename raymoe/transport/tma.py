@@ -1,7 +1,7 @@
 """Messages between GPU ranks by the copy kernel, which waits for the credit, moves the bytes and signals by itself.
 
 The words `sent` and `taken` are 64-bit counts that only grow, one writer each, compared by >=. They hold the number of
-the operation, which each rank counts in its own memory (kernels/copy.cu). So captured and eager calls can be mixed.
+the operation, which each rank counts in its own memory (copy.cu). So captured and eager calls can be mixed.
 
 - send      waits for `taken` of the lane's previous message (lag 1: at first the slot is free), moves the message to
             the slot, signals `sent`
@@ -18,11 +18,11 @@ from __future__ import annotations
 
 from collections import OrderedDict
 
-from raymoe.device.copy import LANES, CopyLane, Ring, Spread, copy_launch
-from raymoe.device.error_word import ErrorWord
-from raymoe.device.kernels import Kernels, Launch
+from raymoe.cuda.error_word import ErrorWord
+from raymoe.cuda.launch import Kernels, Launch
 from raymoe.memory.watchdog import Watchdog
 from raymoe.memory.world import World
+from raymoe.transport.copy_kernel import LANES, CopyLane, Ring, Spread, copy_launch
 from raymoe.transport.device_lanes import GpuMover, OrderedBatch
 from raymoe.transport.spec import ChannelSpec, Lane
 

@@ -34,16 +34,16 @@ from typing import Any
 
 import torch
 
-from raymoe.device.copy import LANES, CopyLane, copy_launch
-from raymoe.device.driver import bindings, call
-from raymoe.device.error_word import ErrorWord
-from raymoe.device.gpu import Gpu, HostWords
-from raymoe.device.graph import Graph
-from raymoe.device.kernels import Kernels, Launch
+from raymoe.cuda.driver import bindings, call
+from raymoe.cuda.error_word import ErrorWord
+from raymoe.cuda.gpu import Gpu, HostWords
+from raymoe.cuda.graph import Graph
+from raymoe.cuda.launch import Kernels, Launch
 from raymoe.memory.layout import WORD_STRIDE, Layout, Region
 from raymoe.memory.wait import named_by_world
 from raymoe.memory.watchdog import Watchdog
 from raymoe.memory.world import World
+from raymoe.transport.copy_kernel import LANES, CopyLane, copy_launch
 from raymoe.workload.memory_needed import FLUSH_BYTES, SMALL_TOKENS
 
 GATE_S = 5.0

@@ -16,7 +16,7 @@ from time import monotonic
 from typing import Protocol
 
 from raymoe.config import Case
-from raymoe.device.nvtx import nvtx_range
+from raymoe.cuda.nvtx import nvtx_range
 from raymoe.errors import PeerTimeout, WrongResult
 from raymoe.memory.world import World
 from raymoe.workload.progress import MOST_LOADS, Block, Listener

@@ -15,9 +15,10 @@ from raymoe.config import Case, Job
 from raymoe.config.job import kind_of_ranks
 from raymoe.config.rules import OTHER_SYSTEMS
 from raymoe.errors import PlacementError
+from raymoe.exchange.peer.workspace import Bounds, slot_bytes_of, workspace_layout
 from raymoe.exchange.refusal import Refusal
-from raymoe.exchange.spec import FP8, ExchangeSpec, slots_layout
-from raymoe.exchange.workspace import Bounds, slot_bytes_of, workspace_layout
+from raymoe.exchange.spec import ExchangeSpec, slots_layout
+from raymoe.fp8 import FP8
 from raymoe.memory.layout import ITEM_BYTES, Layout, Region
 
 if TYPE_CHECKING:
@@ -79,7 +80,7 @@ ENTRY_BYTES = 24
 
 
 def push_layout(ranks: int, tokens: int, row_bytes: int) -> Layout:
-    """Return the heap of the baseline row_push; kernels/row_push.cu describes its words."""
+    """Return the heap of the baseline row_push; kernels/peer/row_push.cu describes its words."""
     return Layout.of([Region.words("arrived", ranks), Region("slots", (ranks, tokens, row_bytes), "uint8")])
 
 

@@ -16,7 +16,8 @@ from dataclasses import dataclass, field
 import torch
 from torch.utils.checkpoint import checkpoint
 
-from raymoe.exchange.spec import FP8, ExchangeSpec
+from raymoe.exchange.spec import ExchangeSpec
+from raymoe.fp8 import FP8
 from raymoe.moe.weights import ExpertShape, expert_biases, expert_weights, generator
 from raymoe.workload.inputs import Batch
 from raymoe.workload.memory_needed import PIECE_BYTES

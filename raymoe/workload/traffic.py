@@ -8,7 +8,8 @@ from dataclasses import dataclass, field
 import torch
 
 from raymoe.exchange.refusal import Refusal
-from raymoe.exchange.spec import FP8, ROW_BYTES, ExchangeSpec
+from raymoe.exchange.spec import ROW_BYTES, ExchangeSpec
+from raymoe.fp8 import FP8
 from raymoe.memory.layout import round_up
 from raymoe.memory.world import World
 from raymoe.workload.inputs import Draw
@@ -139,7 +140,7 @@ def rows_inside(rows: Sequence[Sequence[float]], size: int) -> list[list[float]]
 def bytes_between_domains(spec: ExchangeSpec, ranks: int, domains: int, device: str = "cpu") -> dict[str, int]:
     """Return the bytes that all ranks together send over the network in a step, by operation.
 
-    Blocks have one size, whatever the routing (`raymoe/exchange/hierarchical.py`, `hierarchical_gpu.py`). GPU ranks do
+    Blocks have one size, whatever the routing (`hierarchical.py`, `hierarchical_gpu.py`). GPU ranks do
     not agree on an operation, their ids have 64 bits, and rows may cross as fp8, with their scales after the weights.
     Last they tell the pass of a backward pass.
 

@@ -19,7 +19,7 @@ from tests.emulator.build import KERNELS, Change
 from tests.emulator.cases import FP8, SPREADS, Run, delivered
 from tests.emulator.machine import EmulatorError
 from tests.emulator.ranks import long_pieces, narrow, small
-from tests.unit.emulated_rounds import drawn
+from tests.unit.exchange.nccl.emulated_rounds import drawn
 
 SEEDS = 8
 _STATEMENT = re.compile(
@@ -39,7 +39,7 @@ _OF_ROUNDS = {
 }
 """Files of the backends over NCCL, whose kernels wait for no peer."""
 _OF_A_PIPE = {"pipe.cuh", "rows.cuh", "sums.cuh", "sum_partials.cu"}
-"""Files of kernels on one GPU: tests/unit/test_pipe_injected_bugs.py leaves out their statements."""
+"""Files of kernels on one GPU: tests/unit/rows/test_pipe_injected_bugs.py leaves out their statements."""
 
 
 def left_out() -> Iterator[Change]:

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 
-from raymoe.device.jit import KernelSource
+from raymoe.cuda.jit import KernelSource
 
 HERE = Path(__file__).parent
 KERNELS = HERE.parent.parent / "kernels"
@@ -99,7 +99,7 @@ def built(source: KernelSource, changes: tuple[Change, ...] = ()) -> Built:
 
 def _kernel_path(source: KernelSource, changes: tuple[Change, ...]) -> Path:
     main = f"{source.stem}.cu"
-    texts = _texts(main)
+    texts = _texts(source.path, main)
     changed = False
     for change in changes:
         named = [name for name in texts if Path(name).name == change.file]
@@ -129,13 +129,14 @@ def _kernel_path(source: KernelSource, changes: tuple[Change, ...]) -> Path:
     return _cached(source.stem, [*texts.items(), *shadows.items(), *defines, *flags, runtime_path], compile_into)
 
 
-def _texts(main: str) -> dict[str, str]:
+def _texts(path: str, main: str) -> dict[str, str]:
     """Read the kernel's file and every header that it includes, except ptx.cuh, which a CPU cannot run."""
     texts, waiting = {}, [main]
     while waiting:
         name = waiting.pop()
         if name not in texts and name != "base/ptx.cuh":
-            texts[name] = ((KERNELS if name == main else _HEADERS) / name).read_text()
+            file = KERNELS / f"{path}.cu" if name == main else _HEADERS / name
+            texts[name] = file.read_text()
             waiting += _INCLUDE.findall(texts[name])
     return texts
 

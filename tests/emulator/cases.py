@@ -5,14 +5,14 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
-from raymoe.device.copy import Ring, Spread
 from raymoe.errors import DataRefused
+from raymoe.transport.copy_kernel import Ring, Spread
 from tests.emulator.build import Change
 from tests.emulator.copies import Mail, Message
 from tests.emulator.machine import Emulator
 from tests.emulator.ranks import backend, deep, long_pieces, narrow, small, spec_for, workspaces
 from tests.emulator.steps import Steps
-from tests.unit.exchange_cases import Case
+from tests.unit.exchange.exchange_cases import Case
 
 FP8 = "float8_e4m3"
 ROUTINGS = ("uniform", "skewed", "masked", "none", "repeated", "one")

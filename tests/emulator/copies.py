@@ -1,4 +1,4 @@
-"""Messages between two emulated ranks by kernels/copy.cu; each lane has a credit, a signal and a count of its own.
+"""Messages between two emulated ranks by kernels/copy/copy.cu; each lane has a credit, a signal and a count of its own.
 
 Put: a rank says that it is ready; its peer writes into its target and says that the message has come. Get: a rank says
 that its source is ready; its peer reads it and says that it has. The words are the same.
@@ -10,9 +10,9 @@ from dataclasses import dataclass, field, replace
 
 import numpy as np
 
-from raymoe.device.copy import COPY, THREADS, CopyLane, Spread, copy_params
-from raymoe.device.kernels import Shape
-from raymoe.device.structs import Watch
+from raymoe.cuda.launch import Shape
+from raymoe.cuda.structs import Watch
+from raymoe.transport.copy_kernel import COPY, THREADS, CopyLane, Spread, copy_params
 from tests.emulator.machine import RED_ZONE_BYTES, Emulator, Memory
 from tests.emulator.ranks import LONG_S, EmulatedErrorWord, EmulatedGpu
 

@@ -10,9 +10,9 @@ from typing import Any
 
 import numpy as np
 
-from raymoe.device.jit import KernelSource
-from raymoe.device.kernels import Shape
-from raymoe.device.params import Params
+from raymoe.cuda.jit import KernelSource
+from raymoe.cuda.launch import Shape
+from raymoe.cuda.params import Params
 from tests.emulator.build import Change, built, runtime
 
 RED_ZONE_BYTES = 128

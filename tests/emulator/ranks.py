@@ -15,22 +15,22 @@ from unittest import mock
 import numpy as np
 import torch
 
-from raymoe.device.combine import CombineGrid
-from raymoe.device.dispatch import ADVANCE_CHUNK, ChunkParams
-from raymoe.device.dispatch_grid import DispatchGrid
-from raymoe.device.error_word import _RECORD, ErrorWord
-from raymoe.device.jit import KernelSource
-from raymoe.device.kernels import Shape
-from raymoe.device.params import Params
-from raymoe.device.structs import ErrorRecord
+from raymoe.cuda.error_word import _RECORD, ErrorWord
+from raymoe.cuda.jit import KernelSource
+from raymoe.cuda.launch import Shape
+from raymoe.cuda.params import Params
+from raymoe.cuda.structs import ErrorRecord
 from raymoe.exchange.backend import Dispatched, Tokens
-from raymoe.exchange.fused import FusedBackend, PreparedLaunch
-from raymoe.exchange.fused_chunks import FusedChunksBackend
-from raymoe.exchange.fused_ll import FusedLlBackend
-from raymoe.exchange.kernel_result import Home, KernelDispatched, Metadata
+from raymoe.exchange.peer.combine import CombineGrid
+from raymoe.exchange.peer.dispatch import ADVANCE_CHUNK, ChunkParams
+from raymoe.exchange.peer.dispatch_grid import DispatchGrid
+from raymoe.exchange.peer.fused import FusedBackend, PreparedLaunch
+from raymoe.exchange.peer.fused_chunks import FusedChunksBackend
+from raymoe.exchange.peer.fused_ll import FusedLlBackend
+from raymoe.exchange.peer.kernel_result import Home, KernelDispatched, Metadata
+from raymoe.exchange.peer.staged import CopiedBackend, StagedBackend
+from raymoe.exchange.peer.workspace import STAMPS_VARIABLE, Workspace
 from raymoe.exchange.spec import ExchangeSpec
-from raymoe.exchange.staged import CopiedBackend, StagedBackend
-from raymoe.exchange.workspace import STAMPS_VARIABLE, Workspace
 from raymoe.memory.layout import Layout, Region
 from tests.emulator.machine import RED_ZONE_BYTES, Emulator, Memory
 
@@ -218,9 +218,9 @@ def workspaces(
     worlds = [EmulatedWorld(EmulatedGpu(emulator, rank), size, heaps, timeout_s) for rank in range(size)]
     with (
         mock.patch.dict(os.environ, {STAMPS_VARIABLE: str(int(stamped))}),
-        mock.patch("raymoe.device.error_word.ErrorWord", EmulatedErrorWord),
-        mock.patch("raymoe.device.kernels.Kernels", EmulatedKernels),
-        mock.patch("raymoe.device.stream_order.StreamOrder", EmulatedOrder),
+        mock.patch("raymoe.cuda.error_word.ErrorWord", EmulatedErrorWord),
+        mock.patch("raymoe.cuda.launch.Kernels", EmulatedKernels),
+        mock.patch("raymoe.cuda.stream_order.StreamOrder", EmulatedOrder),
         mock.patch("raymoe.memory.watchdog.Watchdog"),
     ):
         return [Workspace(cast(Any, world), *specs, traced=traced) for world in worlds]
@@ -440,7 +440,7 @@ def launched_on_machine() -> Iterator[None]:
     with ExitStack() as patched:
         for module in ("fused", "fused_ll", "staged"):
             patched.enter_context(mock.patch(f"raymoe.exchange.{module}.Launch", EmulatedLaunch))
-        patched.enter_context(mock.patch("raymoe.exchange.fused.HostWords", EmulatedWords))
+        patched.enter_context(mock.patch("raymoe.exchange.peer.fused.HostWords", EmulatedWords))
         yield
 
 

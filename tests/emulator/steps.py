@@ -10,12 +10,12 @@ import numpy as np
 import torch
 
 from raymoe.exchange.backend import Dispatched, Tokens
-from raymoe.exchange.kernel_result import Home
-from raymoe.exchange.spec import FP8, FP8_BLOCK
+from raymoe.exchange.peer.kernel_result import Home
+from raymoe.fp8 import FP8, FP8_BLOCK
 from tests.emulator.machine import Emulator
 from tests.emulator.ranks import EmulatedBackend
-from tests.unit.exchange_cases import Batch, Case, Result, apply_experts, batches, expert_major
-from tests.unit.exchange_judge import judge_combine, judge_dispatch, judge_quantised
+from tests.unit.exchange.exchange_cases import Batch, Case, Result, apply_experts, batches, expert_major
+from tests.unit.exchange.exchange_judge import judge_combine, judge_dispatch, judge_quantised
 
 FORMS = ("whole", "halves", "pairs", "known", "known pairs")
 """Forms of a step: two launches; four launches; two steps at a time, both dispatches before both combines; with

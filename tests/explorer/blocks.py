@@ -1,4 +1,4 @@
-"""A staged dispatch whose rows go by the copy engine: kernels/pack.cu, the copies, kernels/announce.cu."""
+"""A staged dispatch whose rows go by the copy engine: kernels/peer/pack.cu, the copies, kernels/peer/announce.cu."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A dispatch whose rows cross between domains in chunks (raymoe/exchange/rail_rows.py, dispatch/chunks.cuh).
+"""A dispatch whose rows cross between domains in chunks (domains/rail_rows.py, peer/dispatch/chunks.cuh).
 
 Its rail is a thread on a stream of its own: NCCL's kernels, and after each the kernel that announces the chunk. The
 launch before the dispatch counts the crossing.

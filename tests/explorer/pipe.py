@@ -1,4 +1,4 @@
-"""A model of one block of kernels/include/raymoe/pipe/pipe.cuh, searched in every order of its steps.
+"""A model of one block of kernels/include/raymoe/rows/pipe.cuh, searched in every order of its steps.
 
 A group is one warp or several: the emulator looks at the order among the threads of a warp. Its first warp also stores.
 Loads land in any order, and stores read their stages in any order, at any time. A stage holds, for each input, the turn

@@ -1,7 +1,7 @@
 """The faults of docs/operations.md, and its tables of what a test measured of each.
 
 `python -m tests.gang.fault_table` writes the tables into the page, from the lines in benchmarks/faults_*.jsonl.
-tests/unit/test_operations_page.py holds the page to them.
+tests/unit/docs/test_operations_page.py holds the page to them.
 """
 
 from __future__ import annotations

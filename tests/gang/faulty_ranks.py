@@ -30,7 +30,7 @@ class CorruptingRank(Rank):
     """Rank 1 sends its peers other bytes than the rows that it was given."""
 
     def _run(self, resolved: Any, finished: Any) -> None:
-        from raymoe.exchange.host import HostSlots
+        from raymoe.exchange.cpu.host import HostSlots
 
         if self.index == 1:
             dispatch = HostSlots.dispatch
@@ -53,7 +53,7 @@ class CalmRank(Rank):
     """Sleep in every dispatch, so that many steps leave the CPUs to ranks that start."""
 
     def _run(self, resolved: Any, finished: Any) -> None:
-        from raymoe.exchange.host import HostSlots
+        from raymoe.exchange.cpu.host import HostSlots
 
         dispatch = HostSlots.dispatch
 

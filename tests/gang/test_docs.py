@@ -1,6 +1,6 @@
 """Every command of a page or of a config's comment that a reader copies is run here, or by the test in ELSEWHERE.
 
-Commands that need GPUs are only validated. tests/unit/test_doc_commands.py parses all, also those in sentences. The
+Commands that need GPUs are only validated. test_doc_commands.py parses all, also those in sentences. The
 README's first run starts its own Ray, as on a reader's machine. Other runs are on a shared cluster, to save the start.
 """
 
@@ -20,8 +20,8 @@ from raymoe.config import load_job
 from raymoe.config.job import kind_of_ranks
 from tests.gang.conftest import REPO, Head, address_file
 from tests.python_path import python_path
-from tests.unit import library_page
-from tests.unit.doc_commands import COMMENTED, PAGES, Command, commented_commands, name_of, whole_commands
+from tests.unit.docs import library_page
+from tests.unit.docs.doc_commands import COMMENTED, PAGES, Command, commented_commands, name_of, whole_commands
 
 README = REPO / "README.md"
 READ_FIRST = [README, *(page for page in PAGES if page != README)]
@@ -30,11 +30,11 @@ ELSEWHERE = {
     "make test": "tests/gang/test_docs.py",  # it runs this test
     "make test-all": "tests/gang/test_docs.py",  # or this one, which runs the commands of pages
     "make check": "Makefile",  # a half of `make test`
-    'make unit PYTEST="tests/unit -k plan"': "tests/unit/test_plan.py",
-    'make unit PYTEST="tests/unit/test_kernels_compile.py tests/unit/test_kernels_emulated.py"': (
-        "tests/unit/test_kernels_emulated.py"
+    'make unit PYTEST="tests/unit -k plan"': "tests/unit/exchange/test_plan.py",
+    'make unit PYTEST="tests/unit/cuda/test_kernels_compile.py tests/unit/exchange/peer/test_kernels_emulated.py"': (
+        "tests/unit/exchange/peer/test_kernels_emulated.py"
     ),
-    "pip install .": "tests/unit/test_packaging.py",
+    "pip install .": "tests/unit/house/test_packaging.py",
     "ray start --head": "tests/gang/conftest.py",
     "ray job submit --working-dir . -- raymoe run quickstart": "tests/gang/test_submit.py",
     "prometheus --config.file=/tmp/ray/session_latest/metrics/prometheus/prometheus.yml": "tests/gang/test_metrics.py",
@@ -43,10 +43,8 @@ ELSEWHERE = {
     "raymoe submit quickstart": "tests/gang/test_submit_command.py",
     "raymoe submit quickstart --detach": "tests/gang/test_submit_command.py",
     "raymoe attach ID": "tests/gang/test_submit_command.py",
-    "raymoe schema --markdown > docs/configuration.md": "tests/unit/test_configuration_page.py",
-    "pytest tests/unit/test_protocol_explorer.py tests/unit/test_protocol_injected_bugs.py": (
-        "tests/unit/test_protocol_explorer.py"
-    ),
+    "raymoe schema --markdown > docs/configuration.md": "tests/unit/docs/test_configuration_page.py",
+    "pytest tests/unit/exchange/peer -k protocol": "tests/unit/exchange/peer/test_protocol_explorer.py",
 }
 """Commands with the file that runs them, or runs what they run."""
 
@@ -84,7 +82,7 @@ def test_every_command_is_run_by_a_test() -> None:
     commands = [command for page in PAGES for command in whole_commands(page)] + of_configs()
     lines = [line for command in commands for line in steps(command)]
     assert len(lines) > 50
-    explored = "python -m tests.explorer "  # tests/unit/test_doc_commands.py runs these
+    explored = "python -m tests.explorer "  # tests/unit/docs/test_doc_commands.py runs these
     unknown = [line for line in lines if line not in ELSEWHERE and not line.startswith(("raymoe ", explored))]
     assert not unknown, "no test runs these commands; run them here or name their test in ELSEWHERE"
     assert set(ELSEWHERE) <= set(lines), "ELSEWHERE names a command that no page has"

@@ -73,7 +73,7 @@ PROGRAMS = EXAMPLES | {
 }
 """The examples, and the model of one of them as Ray Train runs it."""
 ELSEWHERE = {"channel.py"}
-"""tests/unit/test_channel_example.py runs it."""
+"""tests/unit/docs/test_channel_example.py runs it."""
 
 
 def test_every_example_program_has_a_test() -> None:

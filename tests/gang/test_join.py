@@ -13,7 +13,7 @@ import pytest
 import ray
 
 import raymoe
-from raymoe.gang.join import ANSWER_S, GRACE_S, JoinEntry, MeetingActor
+from raymoe.integrations.ray_actors import ANSWER_S, GRACE_S, JoinEntry, MeetingActor
 from tests.gang.conftest import Head
 from tests.python_path import python_path
 

@@ -7,10 +7,10 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from raymoe.device.error_word import ErrorWord
-from raymoe.device.gpu import Gpu
-from raymoe.device.jit import Compiler, Cubins
-from raymoe.device.kernels import Kernels
+from raymoe.cuda.error_word import ErrorWord
+from raymoe.cuda.gpu import Gpu
+from raymoe.cuda.jit import Compiler, Cubins
+from raymoe.cuda.launch import Kernels
 from raymoe.errors import CudaMissing
 from tests.gang.conftest import fault, nothing_left, pytest_runtest_makereport, start
 from tests.gpu.copies import Copies

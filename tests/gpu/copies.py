@@ -6,9 +6,9 @@ from dataclasses import replace
 
 import torch
 
-from raymoe.device.copy import CopyLane, Ring, Spread, copy_launch
-from raymoe.device.kernels import Kernels, Launch
-from raymoe.device.structs import Watch
+from raymoe.cuda.launch import Kernels, Launch
+from raymoe.cuda.structs import Watch
+from raymoe.transport.copy_kernel import CopyLane, Ring, Spread, copy_launch
 
 DEFAULT = Ring(stages=4, stage_bytes=1024)
 

@@ -14,21 +14,21 @@ import pytest
 import torch
 from torch.utils.checkpoint import checkpoint
 
-from raymoe.device.graph import Graph
+from raymoe.cuda.graph import Graph
 from raymoe.errors import Aborted, PeerTimeout
 from raymoe.exchange.backend import Dispatched
+from raymoe.exchange.domains.rail_rows import RailRows
 from raymoe.exchange.exchange import Exchange
-from raymoe.exchange.quantising import quantise
-from raymoe.exchange.rail_rows import RailRows
-from raymoe.exchange.spec import FP8, ExchangeSpec
+from raymoe.exchange.spec import ExchangeSpec
+from raymoe.fp8 import FP8, quantise
 from raymoe.memory.world import World
 from raymoe.moe.differentiable import combine, dispatch, expert_major
 from raymoe.net.nccl_rail import NcclRail
 from tests.gpu.exchange_ranks import Captures, own_stream, poison
-from tests.unit.exchange_cases import MANY, Case, Result, batches, open_exchange, run_step
-from tests.unit.gradient_cases import Gradients, apply, loss_weights, scales_of
-from tests.unit.test_hierarchical_kernels import awkward_rows
-from tests.unit.test_world_of import error_of
+from tests.unit.exchange.domains.test_hierarchical_kernels import awkward_rows
+from tests.unit.exchange.exchange_cases import MANY, Case, Result, batches, open_exchange, run_step
+from tests.unit.memory.test_world_of import error_of
+from tests.unit.moe.gradient_cases import Gradients, apply, loss_weights, scales_of
 
 
 def use_rail(world: World) -> dict[str, Any]:
@@ -321,7 +321,7 @@ def backward_without_sms(world: World, case: Case) -> tuple[int, list[bool]]:
             at_once.check()
         with (
             mock.patch("raymoe.exchange.choice.sms_beside", lambda limit, most: most),  # noqa: ARG005
-            mock.patch("raymoe.exchange.hierarchical_gpu._in_backward_pass", lambda: True),
+            mock.patch("raymoe.exchange.domains.hierarchical_gpu._in_backward_pass", lambda: True),
             late_chunks(world),
             open_exchange(world, case) as exchange,
         ):

@@ -17,13 +17,14 @@ import numpy as np
 import pytest
 import torch
 
-from raymoe.device.graph import Graph
+from raymoe.cuda.graph import Graph
 from raymoe.errors import Aborted, CaptureError, ConfigError, DataRefused, PeerTimeout, RaymoeError
 from raymoe.exchange.backend import Dispatched
 from raymoe.exchange.exchange import Exchange
-from raymoe.exchange.spec import FP8_BLOCK, ExchangeSpec
+from raymoe.exchange.spec import ExchangeSpec
+from raymoe.fp8 import FP8_BLOCK
 from raymoe.memory.world import World
-from tests.unit.exchange_cases import (
+from tests.unit.exchange.exchange_cases import (
     Batch,
     Case,
     Result,
@@ -436,7 +437,7 @@ def combine_in_another_order(world: World, case: Case) -> list[np.ndarray]:
 
 def side_by_side(world: World, cases: list[Case], shared: bool) -> list[list[Result]]:
     """Run exchanges of different specs in turns: with one workspace, or each with its own on its own stream."""
-    from raymoe.exchange.workspace import Workspace
+    from raymoe.exchange.peer.workspace import Workspace
 
     results: list[list[Result]] = [[] for _ in cases]
     space = Workspace(world, *map(spec_of, cases)) if shared else None

@@ -11,11 +11,11 @@ import torch
 from raymoe.errors import DataRefused, PeerTimeout
 from raymoe.exchange.backend import Dispatched
 from raymoe.exchange.exchange import Exchange
-from raymoe.exchange.kernel_result import Home
+from raymoe.exchange.peer.kernel_result import Home
 from raymoe.memory.world import World
 from tests.gpu.exchange_ranks import Captures, own_stream
-from tests.unit.exchange_cases import Case, Result, apply_experts, batches, open_exchange, run_step
-from tests.unit.exchange_judge import odd_blocks
+from tests.unit.exchange.exchange_cases import Case, Result, apply_experts, batches, open_exchange, run_step
+from tests.unit.exchange.exchange_judge import odd_blocks
 
 
 def odd_rows(world: World, case: Case) -> tuple[torch.Tensor, torch.Tensor | None]:

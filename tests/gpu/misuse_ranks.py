@@ -12,11 +12,11 @@ import torch
 
 from raymoe.errors import ConfigError, WiringError
 from raymoe.exchange.exchange import Exchange
+from raymoe.exchange.peer.workspace import Links, Workspace
 from raymoe.exchange.spec import ExchangeSpec
-from raymoe.exchange.workspace import Links, Workspace
 from raymoe.memory.layout import Layout, Region
 from raymoe.memory.world import World
-from tests.unit.exchange_cases import Case, Result, run_case
+from tests.unit.exchange.exchange_cases import Case, Result, run_case
 
 MIB = 1 << 20
 WORDS = Layout.of([Region.words("any", 1)])
@@ -28,7 +28,7 @@ def ll_with_and_without_nvlink(world: World, case: Case) -> tuple[bool, str, str
         backend_name, lines = type(exchange._backend).__name__, world.shared(Links).lines
     group = world.group(list(range(world.size)))  # a new world, which has not asked NVML yet
     assert group is not None
-    with mock.patch("raymoe.exchange.workspace.nvlinked", lambda *_: group.rank != 0):
+    with mock.patch("raymoe.exchange.peer.workspace.nvlinked", lambda *_: group.rank != 0):
         with Exchange(group, case.spec, "fused") as exchange:
             backend_without_nvlink = type(exchange._backend).__name__
             assert not exchange._backend.workspace.bounds.ll_lines

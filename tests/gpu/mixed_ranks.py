@@ -12,7 +12,7 @@ from raymoe.exchange.backend import Dispatched, Tokens
 from raymoe.exchange.exchange import Exchange
 from raymoe.memory.world import World
 from tests.gpu.exchange_ranks import own_stream
-from tests.unit.exchange_cases import Batch, Case, apply_experts, batches, open_exchange
+from tests.unit.exchange.exchange_cases import Batch, Case, apply_experts, batches, open_exchange
 
 # Ranks that do not combine the same
 

@@ -27,14 +27,14 @@ from functools import partial
 from typing import Any
 from unittest import mock
 
-from raymoe.device.copy import Ring
-from raymoe.device.pipe_shape import Loading
+from raymoe.rows.pipe_shape import Loading
+from raymoe.transport.copy_kernel import Ring
 from tests.gpu import sanitized_ranks as on_rank
 from tests.gpu import test_exchange_gpu as exchange
 from tests.gpu.ranks import GPUS, GpuRanks
 from tests.gpu.test_exchange_gpu import WITH_WORKSPACE
-from tests.unit.exchange_cases import Case
-from tests.unit.gradient_cases import judge_gradients, run_gradients
+from tests.unit.exchange.exchange_cases import Case
+from tests.unit.moe.gradient_cases import judge_gradients, run_gradients
 
 SIZE = 2
 WAIT_S, ANSWER_S, GRACE_S = 100.0, 240.0, 20.0
@@ -101,7 +101,7 @@ def copied() -> list[Step]:
 
 
 def streamed(loadings: Sequence[Loading] = ("PIPED", "IN_TURN", "PLAIN"), *, arrives: bool = False) -> list[Step]:
-    """Return the kernels of raymoe/device/pipe.py, in short and long rows, with and without a pipeline.
+    """Return the kernels of raymoe/rows/pipe.py, in short and long rows, with and without a pipeline.
 
     `arrives`: with kernels whose threads each arrive for themselves, for racecheck.
     """

@@ -12,21 +12,22 @@ from unittest import mock
 
 import numpy as np
 
-from raymoe.device import jit, pipe_launch
-from raymoe.device.copy import CopyLane, Ring, Spread, copy_launch
-from raymoe.device.driver import call
-from raymoe.device.error_word import ErrorWord
-from raymoe.device.gpu import Gpu
-from raymoe.device.jit import Compiler, Cubins, KernelSource
-from raymoe.device.kernels import Kernels, Launch, Shape
-from raymoe.device.params import U32, Address, Params
-from raymoe.device.pipe_shape import Limits, Loading
-from raymoe.device.structs import Operation
+from raymoe.cuda import jit
+from raymoe.cuda.driver import call
+from raymoe.cuda.error_word import ErrorWord
+from raymoe.cuda.gpu import Gpu
+from raymoe.cuda.jit import Compiler, Cubins, KernelSource
+from raymoe.cuda.launch import Kernels, Launch, Shape
+from raymoe.cuda.params import U32, Address, Params
+from raymoe.cuda.structs import Operation
 from raymoe.errors import CudaError
 from raymoe.memory.world import World
 from raymoe.packaged import packaged_folder
+from raymoe.rows import pipe_launch
+from raymoe.rows.pipe_shape import Limits, Loading
+from raymoe.transport.copy_kernel import CopyLane, Ring, Spread, copy_launch
 from tests.emulator.build import Change
-from tests.unit.exchange_cases import Case, run_case
+from tests.unit.exchange.exchange_cases import Case, run_case
 
 POISON = 0xEE
 OPERATION_BYTES, WORD_BYTES = Operation.nbytes(), 8
@@ -128,7 +129,7 @@ a group for the first warp.
 For racecheck an arrival orders only the thread that arrives. It does not follow an order that comes to this thread by
 __syncwarp or by the barrier of the group. So of each warp it reports 31 of 32 threads, all but the one that arrives
 (compute-sanitizer 2025.3 and 2026.4, H100, 2026-11-25). The emulator follows that order, and finds a mistake in it
-(tests/unit/test_pipe_injected_bugs.py)."""
+(tests/unit/rows/test_pipe_injected_bugs.py)."""
 
 
 def each_thread_arrives(world: World, function: Callable[..., None], *arguments: object) -> None:
@@ -145,7 +146,7 @@ def each_thread_arrives(world: World, function: Callable[..., None], *arguments:
 
 
 def streams(_world: World, rows: int, hidden: int, loading: Loading) -> None:
-    """Run each kernel of raymoe/device/pipe.py on a few SMs; raise if a result is wrong."""
+    """Run each kernel of raymoe/rows/pipe.py on a few SMs; raise if a result is wrong."""
     from tests.gpu import test_pipe_gpu as pipe  # it skips where torch is missing
 
     limits = Limits(sms=3, loading=loading)
@@ -188,8 +189,8 @@ def layer_kernels(_world: World) -> None:
     """Run the router's kernels, the products of experts with few rows, and the kernels over rows of experts."""
     import torch
 
-    from raymoe.device.expert_rows import Gate
-    from raymoe.moe.kernels import multiply_few_rows
+    from raymoe.moe.expert_rows_launches import Gate
+    from raymoe.rows.kernels import multiply_few_rows
     from tests.gpu import test_expert_rows_gpu as expert_rows
     from tests.gpu import test_router_gpu as router
 

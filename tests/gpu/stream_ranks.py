@@ -11,10 +11,10 @@ import torch
 from raymoe.errors import ConfigError
 from raymoe.exchange.backend import Dispatched
 from raymoe.exchange.exchange import Exchange
-from raymoe.exchange.workspace import Workspace
+from raymoe.exchange.peer.workspace import Workspace
 from raymoe.memory.world import World
 from raymoe.moe.differentiable import combine, dispatch
-from tests.unit.exchange_cases import (
+from tests.unit.exchange.exchange_cases import (
     Case,
     Result,
     apply_experts,

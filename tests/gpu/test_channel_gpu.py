@@ -12,7 +12,7 @@ from raymoe import Channel  # noqa: E402
 from raymoe.errors import CaptureError, ConfigError, PeerTimeout  # noqa: E402
 from raymoe.memory.world import World  # noqa: E402
 from tests.gpu.ranks import GPUS, NEEDS_GPU, GpuRanks  # noqa: E402
-from tests.unit.test_channel_example import verified_by_the_example  # noqa: E402
+from tests.unit.docs.test_channel_example import verified_by_the_example  # noqa: E402
 
 pytestmark = NEEDS_GPU
 

@@ -14,7 +14,7 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-from raymoe.device.graph import Graph  # noqa: E402
+from raymoe.cuda.graph import Graph  # noqa: E402
 from raymoe.errors import Aborted, ConfigError, PeerTimeout  # noqa: E402
 from raymoe.memory.world import World  # noqa: E402
 from raymoe.transport.channels import Channels, ChannelSpec  # noqa: E402

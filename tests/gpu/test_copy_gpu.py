@@ -6,15 +6,15 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-from raymoe.device.copy import (  # noqa: E402
+from raymoe.cuda.graph import Graph  # noqa: E402
+from raymoe.errors import ConfigError  # noqa: E402
+from raymoe.transport.copy_kernel import (  # noqa: E402
     LANES,
     CopyLane,
     Ring,
     Spread,
     copy_launch,
 )
-from raymoe.device.graph import Graph  # noqa: E402
-from raymoe.errors import ConfigError  # noqa: E402
 from tests.gpu.copies import Words  # noqa: E402
 
 pytestmark = pytest.mark.gpu

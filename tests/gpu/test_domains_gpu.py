@@ -16,7 +16,7 @@ import pytest
 torch = pytest.importorskip("torch")
 
 from raymoe.exchange.choice import FUSED_CAPABILITY  # noqa: E402
-from raymoe.exchange.chunks import SMS_BESIDE  # noqa: E402
+from raymoe.exchange.domains.chunks import SMS_BESIDE  # noqa: E402
 from raymoe.exchange.spec import FP8, ExchangeSpec  # noqa: E402
 from tests.gang import configs  # noqa: E402
 from tests.gang.conftest import Start  # noqa: E402
@@ -27,9 +27,9 @@ from tests.gpu.exchange_ranks import KINDS  # noqa: E402
 from tests.gpu.ranks import GPUS, NEEDS_GPU, GpuRanks, RankGone  # noqa: E402
 from tests.gpu.test_exchange_workload import run  # noqa: E402
 from tests.gpu.test_layer_gpu import run_captured, run_layer  # noqa: E402
-from tests.unit.exchange_cases import CHUNKED, ENGINE, MANY, ROUTINGS, Case, batches  # noqa: E402
-from tests.unit.exchange_judge import judge, judge_combine, judge_dispatch, judge_quantised  # noqa: E402
-from tests.unit.gradient_cases import (  # noqa: E402
+from tests.unit.exchange.exchange_cases import CHUNKED, ENGINE, MANY, ROUTINGS, Case, batches  # noqa: E402
+from tests.unit.exchange.exchange_judge import judge, judge_combine, judge_dispatch, judge_quantised  # noqa: E402
+from tests.unit.moe.gradient_cases import (  # noqa: E402
     judge_gradients,
     judge_refused_gradients,
     refuse_gradients,

@@ -7,8 +7,8 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-from raymoe.device.error_word import ErrorWord  # noqa: E402
-from raymoe.device.structs import FAILURE_ABORTED, FAILURE_TIMEOUT  # noqa: E402
+from raymoe.cuda.error_word import ErrorWord  # noqa: E402
+from raymoe.cuda.structs import FAILURE_ABORTED, FAILURE_TIMEOUT  # noqa: E402
 from raymoe.errors import Aborted, ConfigError, PeerTimeout  # noqa: E402
 from tests.gpu.copies import Words  # noqa: E402
 

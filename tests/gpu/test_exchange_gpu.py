@@ -21,8 +21,8 @@ from tests.gpu import exchange_ranks as on_rank  # noqa: E402
 from tests.gpu import mixed_ranks  # noqa: E402
 from tests.gpu.exchange_ranks import KINDS  # noqa: E402
 from tests.gpu.ranks import GPUS, NEEDS_GPU, GpuRanks, RankGone  # noqa: E402
-from tests.unit.exchange_cases import ENGINE, MANY, ROUTINGS, Case, batches  # noqa: E402
-from tests.unit.exchange_judge import judge, judge_combine, judge_dispatch, judge_quantised  # noqa: E402
+from tests.unit.exchange.exchange_cases import ENGINE, MANY, ROUTINGS, Case, batches  # noqa: E402
+from tests.unit.exchange.exchange_judge import judge, judge_combine, judge_dispatch, judge_quantised  # noqa: E402
 
 pytestmark = NEEDS_GPU
 

@@ -13,8 +13,8 @@ from raymoe.exchange.choice import FUSED_CAPABILITY  # noqa: E402
 from raymoe.exchange.spec import ExchangeSpec  # noqa: E402
 from tests.gpu import misuse_ranks as on_rank  # noqa: E402
 from tests.gpu.ranks import GPUS, NEEDS_GPU, GpuRanks  # noqa: E402
-from tests.unit.exchange_cases import Case  # noqa: E402
-from tests.unit.exchange_judge import judge  # noqa: E402
+from tests.unit.exchange.exchange_cases import Case  # noqa: E402
+from tests.unit.exchange.exchange_judge import judge  # noqa: E402
 
 pytestmark = NEEDS_GPU
 

@@ -9,16 +9,16 @@ import pytest
 torch = pytest.importorskip("torch")
 
 from raymoe.config import Job  # noqa: E402
-from raymoe.device.trace import POINTS  # noqa: E402
 from raymoe.errors import ConfigError, RaymoeError, WrongResult  # noqa: E402
 from raymoe.exchange.exchange import Exchange  # noqa: E402
-from raymoe.exchange.workspace import FEW_TOKENS  # noqa: E402
+from raymoe.exchange.peer.trace import POINTS  # noqa: E402
+from raymoe.exchange.peer.workspace import FEW_TOKENS  # noqa: E402
 from raymoe.memory.world import World  # noqa: E402
 from raymoe.report.results import complete  # noqa: E402
 from raymoe.workload import run_case  # noqa: E402
 from raymoe.workload.compare.nccl_bare import LEFT_OUT  # noqa: E402
 from tests.gpu.ranks import GPUS, NEEDS_GPU  # noqa: E402
-from tests.unit.timeline_judge import judge_timeline  # noqa: E402
+from tests.unit.exchange.peer.timeline_judge import judge_timeline  # noqa: E402
 
 pytestmark = NEEDS_GPU
 

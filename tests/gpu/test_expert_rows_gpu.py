@@ -9,8 +9,8 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-from raymoe.device.expert_rows import Gate  # noqa: E402
 from raymoe.moe.expert_rows import Groups, add_expert_bias, gated_activation, weigh_gradients  # noqa: E402
+from raymoe.moe.expert_rows_launches import Gate  # noqa: E402
 from raymoe.moe.experts import GPT_OSS, SWIGLU, Activation, Experts, ModelWeights, grouped_linear  # noqa: E402
 from tests.gpu.ranks import NEEDS_GPU  # noqa: E402
 

@@ -10,8 +10,9 @@ torch = pytest.importorskip("torch")
 
 import raymoe  # noqa: E402
 from raymoe.errors import ConfigError  # noqa: E402
-from raymoe.moe import add_rms_norm, kernels, layer_norm, rms_norm, swiglu  # noqa: E402
-from raymoe.moe.elementwise import add  # noqa: E402
+from raymoe.moe import add_rms_norm, layer_norm, rms_norm, swiglu  # noqa: E402
+from raymoe.rows import kernels  # noqa: E402
+from raymoe.rows.elementwise import add  # noqa: E402
 from raymoe.workload.exchange.gpu import dequantised  # noqa: E402
 from raymoe.workload.pointwise.operations import OPERATIONS  # noqa: E402
 from raymoe.workload.pointwise.systems import OWN, SYSTEMS  # noqa: E402

@@ -8,9 +8,9 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-from raymoe.device.driver import call  # noqa: E402
-from raymoe.device.graph import Graph, refuse_in_capture  # noqa: E402
-from raymoe.device.kernels import Kernels  # noqa: E402
+from raymoe.cuda.driver import call  # noqa: E402
+from raymoe.cuda.graph import Graph, refuse_in_capture  # noqa: E402
+from raymoe.cuda.launch import Kernels  # noqa: E402
 from raymoe.errors import (  # noqa: E402
     CaptureError,
     CudaError,

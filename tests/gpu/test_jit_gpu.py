@@ -8,32 +8,32 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-from raymoe.device import kernels as kernels_module  # noqa: E402
-from raymoe.device.copy import (  # noqa: E402
-    COPY,
-    CopyLane,
-    Ring,
-    Spread,
-    copy_params,
-)
-from raymoe.device.driver import call  # noqa: E402
-from raymoe.device.gpu import Gpu  # noqa: E402
-from raymoe.device.jit import (  # noqa: E402
+from raymoe.cuda import launch as kernels_module  # noqa: E402
+from raymoe.cuda.driver import call  # noqa: E402
+from raymoe.cuda.gpu import Gpu  # noqa: E402
+from raymoe.cuda.jit import (  # noqa: E402
     Compiled,
     Compiler,
     Cubins,
     KernelSource,
 )
-from raymoe.device.kernels import (  # noqa: E402
+from raymoe.cuda.launch import (  # noqa: E402
     Kernels,
     Launch,
     Shape,
 )
-from raymoe.device.params import U64, Params  # noqa: E402
-from raymoe.device.structs import Watch  # noqa: E402
+from raymoe.cuda.params import U64, Params  # noqa: E402
+from raymoe.cuda.structs import Watch  # noqa: E402
 from raymoe.errors import (  # noqa: E402
     ConfigError,
     CudaError,
+)
+from raymoe.transport.copy_kernel import (  # noqa: E402
+    COPY,
+    CopyLane,
+    Ring,
+    Spread,
+    copy_params,
 )
 from tests.gpu.copies import Copies  # noqa: E402
 
@@ -49,7 +49,7 @@ def fresh(gpu, compiler):
 
 
 class Calls:
-    """Records the driver calls of raymoe.device.kernels, and makes one fail by name."""
+    """Records the driver calls of raymoe.cuda.launch, and makes one fail by name."""
 
     def __init__(self, monkeypatch, fails=None):
         self.names = []

@@ -14,14 +14,14 @@ from raymoe.exchange.choice import FUSED_CAPABILITY  # noqa: E402
 from raymoe.exchange.exchange import Exchange  # noqa: E402
 from raymoe.exchange.spec import ExchangeSpec  # noqa: E402
 from raymoe.memory.world import World  # noqa: E402
-from raymoe.moe import kernels  # noqa: E402
+from raymoe.moe import few_rows  # noqa: E402
 from raymoe.moe.expert_rows import Groups  # noqa: E402
 from raymoe.moe.layer import LayerForm, MoELayer  # noqa: E402
 from raymoe.moe.router_formulas import RouterForm  # noqa: E402
 from raymoe.moe.weights import ExpertShape, expert_weights, generator, mlp_weights  # noqa: E402
 from tests.gpu.ranks import GPUS, NEEDS_GPU, RANKS, GpuRanks  # noqa: E402
-from tests.unit.exchange_cases import MANY, ROUTINGS, Case, open_exchange  # noqa: E402
-from tests.unit.gradient_cases import judge_gradients, run_gradients  # noqa: E402
+from tests.unit.exchange.exchange_cases import MANY, ROUTINGS, Case, open_exchange  # noqa: E402
+from tests.unit.moe.gradient_cases import judge_gradients, run_gradients  # noqa: E402
 
 pytestmark = [
     *NEEDS_GPU,
@@ -245,7 +245,7 @@ def test_the_shared_expert_beside_the_dispatch_gives_the_same(ranks: GpuRanks) -
 
 def run_captured_step(world: World, many: bool) -> list[float]:
     """Capture forward and backward, and replay them with other tokens; `many`: with the kernels of many tokens."""
-    with mock.patch("raymoe.exchange.workspace.FEW_TOKENS", 0) if many else nullcontext():
+    with mock.patch("raymoe.exchange.peer.workspace.FEW_TOKENS", 0) if many else nullcontext():
         layer = MoELayer(world, spec_of(world.size, "bfloat16"), form_of(world.size), seed=1, backend="fused")
     assert layer.exchange.keeps_places == many
     x = batch_of(0).to(world.device).requires_grad_()
@@ -281,7 +281,7 @@ def run_few_rows(world: World) -> float:
     layer = MoELayer(world, spec, form_of(world.size), seed=1)
     x = batch_of(0)[:16].to(world.device)
     wanted = layer(x)
-    with torch.no_grad(), mock.patch.object(kernels, "multiply_few_rows", wraps=kernels.multiply_few_rows) as few:
+    with torch.no_grad(), mock.patch.object(few_rows, "multiply_few_rows", wraps=few_rows.multiply_few_rows) as few:
         found = layer(x)
     layer.exchange.check()
     assert few.call_count == 2

@@ -6,11 +6,11 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-from raymoe.device.graph import Graph  # noqa: E402
+from raymoe.cuda.graph import Graph  # noqa: E402
 from raymoe.exchange.choice import FUSED_CAPABILITY  # noqa: E402
 from raymoe.exchange.exchange import Exchange  # noqa: E402
+from raymoe.exchange.peer.workspace import Workspace  # noqa: E402
 from raymoe.exchange.spec import ExchangeSpec  # noqa: E402
-from raymoe.exchange.workspace import Workspace  # noqa: E402
 from raymoe.memory.world import World  # noqa: E402
 from tests.gpu.ranks import NEEDS_GPU, RANKS  # noqa: E402
 

@@ -12,7 +12,7 @@ import torch.distributed as dist  # noqa: E402
 
 from raymoe.memory.world import World  # noqa: E402
 from tests.gpu.ranks import GPUS, NEEDS_GPU, GpuRanks  # noqa: E402
-from tests.unit import library_page  # noqa: E402
+from tests.unit.docs import library_page  # noqa: E402
 
 pytestmark = [*NEEDS_GPU, pytest.mark.skipif(GPUS < 2, reason=f"NCCL needs a GPU for each of 2 ranks; {GPUS} here")]
 

@@ -8,7 +8,7 @@ torch = pytest.importorskip("torch")
 
 from raymoe.exchange.choice import FUSED_CAPABILITY  # noqa: E402
 from tests.gpu.ranks import GPUS, NEEDS_GPU, GpuRanks  # noqa: E402
-from tests.unit.family_gradients import FAMILIES, Sizes, run_family  # noqa: E402
+from tests.unit.moe.family_gradients import FAMILIES, Sizes, run_family  # noqa: E402
 
 pytestmark = [
     *NEEDS_GPU,

@@ -9,16 +9,18 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-from raymoe.device import driver, pipe_launch, tile_counters  # noqa: E402
-from raymoe.device.gpu import Gpu  # noqa: E402
-from raymoe.device.pipe import LayerNorm, RmsNorm, layer_norm, rms_norm, rms_norm_call  # noqa: E402
-from raymoe.device.pipe_backward import (  # noqa: E402
+from raymoe.cuda import driver  # noqa: E402
+from raymoe.cuda.gpu import Gpu  # noqa: E402
+from raymoe.errors import ConfigError  # noqa: E402
+from raymoe.rows import pipe_launch, tile_counters  # noqa: E402
+from raymoe.rows.pipe import LayerNorm, RmsNorm, layer_norm, rms_norm, rms_norm_call  # noqa: E402
+from raymoe.rows.pipe_backward import (  # noqa: E402
     LayerNormBackward,
     RmsNormBackward,
     layer_norm_backward,
     rms_norm_backward,
 )
-from raymoe.device.pipe_pieces import (  # noqa: E402
+from raymoe.rows.pipe_pieces import (  # noqa: E402
     Pointwise,
     Swiglu,
     SwigluBackward,
@@ -27,9 +29,8 @@ from raymoe.device.pipe_pieces import (  # noqa: E402
     swiglu,
     swiglu_backward,
 )
-from raymoe.device.pipe_shape import Limits  # noqa: E402
-from raymoe.errors import ConfigError  # noqa: E402
-from tests.unit.emulated_pipe import close, judge_fp8  # noqa: E402
+from raymoe.rows.pipe_shape import Limits  # noqa: E402
+from tests.unit.rows.emulated_pipe import close, judge_fp8  # noqa: E402
 
 pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("gpu")]
 

@@ -14,7 +14,7 @@ from raymoe.memory.world import World  # noqa: E402
 from raymoe.moe.differentiable import combine, dispatch  # noqa: E402
 from raymoe.moe.layer import LayerForm, MoELayer  # noqa: E402
 from tests.gpu.ranks import GPUS, NEEDS_GPU, GpuRanks  # noqa: E402
-from tests.unit.exchange_cases import ENGINE, MANY, Case, open_exchange  # noqa: E402
+from tests.unit.exchange.exchange_cases import ENGINE, MANY, Case, open_exchange  # noqa: E402
 
 pytestmark = [
     *NEEDS_GPU,

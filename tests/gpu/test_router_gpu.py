@@ -9,12 +9,13 @@ import pytest
 torch = pytest.importorskip("torch")
 
 from raymoe.errors import ConfigError  # noqa: E402
-from raymoe.moe import Router, RouterForm, kernels  # noqa: E402
+from raymoe.moe import Router, RouterForm  # noqa: E402
 from raymoe.moe import router_formulas as formulas  # noqa: E402
+from raymoe.moe import router_kernels as kernels  # noqa: E402
 from raymoe.moe.logits import logits_of  # noqa: E402
 from raymoe.moe.router import balance_loss, route  # noqa: E402
 from tests.gpu.ranks import NEEDS_GPU  # noqa: E402
-from tests.unit.router_cases import FORMS, any_bias, bias_for, expected, tied  # noqa: E402
+from tests.unit.moe.router_cases import FORMS, any_bias, bias_for, expected, tied  # noqa: E402
 
 pytestmark = [*NEEDS_GPU, pytest.mark.usefixtures("gpu")]
 

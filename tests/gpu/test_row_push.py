@@ -8,11 +8,11 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-from raymoe.device.copy import Ring  # noqa: E402
-from raymoe.device.graph import Graph  # noqa: E402
+from raymoe.cuda.graph import Graph  # noqa: E402
 from raymoe.errors import PeerTimeout  # noqa: E402
 from raymoe.memory.world import World  # noqa: E402
 from raymoe.moe.weights import generator  # noqa: E402
+from raymoe.transport.copy_kernel import Ring  # noqa: E402
 from raymoe.workload.compare.row_push import RowPush, plan_of  # noqa: E402
 from raymoe.workload.inputs import Routing  # noqa: E402
 from tests.gpu.ranks import GPUS, NEEDS_GPU  # noqa: E402

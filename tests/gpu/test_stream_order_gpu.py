@@ -13,8 +13,8 @@ from raymoe.exchange.choice import FUSED_CAPABILITY  # noqa: E402
 from raymoe.exchange.spec import ExchangeSpec  # noqa: E402
 from tests.gpu import stream_ranks as on_rank  # noqa: E402
 from tests.gpu.ranks import GPUS, NEEDS_GPU, GpuRanks  # noqa: E402
-from tests.unit.exchange_cases import ENGINE, MANY, Case, batches  # noqa: E402
-from tests.unit.exchange_judge import judge, judge_combine, judge_dispatch  # noqa: E402
+from tests.unit.exchange.exchange_cases import ENGINE, MANY, Case, batches  # noqa: E402
+from tests.unit.exchange.exchange_judge import judge, judge_combine, judge_dispatch  # noqa: E402
 
 pytestmark = NEEDS_GPU
 

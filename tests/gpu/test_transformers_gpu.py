@@ -13,7 +13,7 @@ pytest.importorskip("transformers.distributed.expert_parallel")
 
 from tests.gpu.ranks import GPUS, NEEDS_GPU  # noqa: E402
 from tests.gpu.torchrun_ranks import torchrun  # noqa: E402
-from tests.unit.test_transformers import EXPERTS, Scaled  # noqa: E402
+from tests.unit.integrations.test_transformers import EXPERTS, Scaled  # noqa: E402
 
 RANKS = min(2, GPUS)
 HIDDEN = 256

@@ -19,8 +19,8 @@ from tests.gpu import torchrun_ranks  # noqa: E402
 from tests.gpu.ranks import GPUS, NEEDS_GPU  # noqa: E402
 from tests.gpu.torchrun_ranks import KINDS, torchrun  # noqa: E402
 from tests.python_path import python_path  # noqa: E402
-from tests.unit.exchange_cases import ENGINE, MANY, Case, Result, batches  # noqa: E402
-from tests.unit.exchange_judge import judge, judge_combine, judge_dispatch  # noqa: E402
+from tests.unit.exchange.exchange_cases import ENGINE, MANY, Case, Result, batches  # noqa: E402
+from tests.unit.exchange.exchange_judge import judge, judge_combine, judge_dispatch  # noqa: E402
 
 RANKS = 2
 HOPPER = torch.cuda.get_device_capability() >= FUSED_CAPABILITY if GPUS else False

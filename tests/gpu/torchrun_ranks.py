@@ -19,7 +19,7 @@ import torch.distributed as dist
 from raymoe.errors import RaymoeError
 from raymoe.memory.world import World
 from tests.gpu import exchange_ranks as on_rank
-from tests.unit.exchange_cases import Case, Result, run_case
+from tests.unit.exchange.exchange_cases import Case, Result, run_case
 
 DEADLINE_S = 150.0
 KINDS = ["whole", "parts", "eager", "captured dispatch", "smaller", "whole"]

@@ -14,16 +14,16 @@ from typing import Any
 import torch
 
 from raymoe.exchange.backend import Tokens
-from raymoe.exchange.chunks import sms_beside
-from raymoe.exchange.domain_shape import DomainShape
-from raymoe.exchange.fused import FusedBackend
-from raymoe.exchange.fused_chunks import FusedChunksBackend
-from raymoe.exchange.hierarchical_gpu import HierarchicalGpu, RailParts
-from raymoe.exchange.nccl_kernels import GpuLauncher
+from raymoe.exchange.domains.chunks import sms_beside
+from raymoe.exchange.domains.domain_shape import DomainShape
+from raymoe.exchange.domains.hierarchical_gpu import HierarchicalGpu, RailParts
+from raymoe.exchange.nccl.nccl_kernels import GpuLauncher
+from raymoe.exchange.peer.fused import FusedBackend
+from raymoe.exchange.peer.fused_chunks import FusedChunksBackend
 from raymoe.exchange.spec import ExchangeSpec
 from raymoe.memory.world import World
 from raymoe.workload.pointwise.gpu import TorchGraphClock
-from tests.unit.domain_reference import ids_inside
+from tests.unit.exchange.domains.domain_reference import ids_inside
 
 PIECE = 1 << 20
 """Bytes that arrive at once."""

@@ -19,10 +19,10 @@ from unittest import mock
 
 import torch
 
-from raymoe.device import pipe, pipe_backward
-from raymoe.device.pipe_shape import TILE_BYTES, Limits, PipeShape, RowWork, row_shape
 from raymoe.errors import ConfigError, RaymoeError
 from raymoe.memory.world import World
+from raymoe.rows import pipe, pipe_backward
+from raymoe.rows.pipe_shape import TILE_BYTES, Limits, PipeShape, RowWork, row_shape
 from raymoe.workload.pointwise.gpu import GpuClock
 from raymoe.workload.pointwise.operations import OPERATIONS, RowSizes, drawn
 from raymoe.workload.pointwise.run import RowClock, RowStep

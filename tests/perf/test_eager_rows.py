@@ -20,11 +20,12 @@ torch = pytest.importorskip("torch")
 import torch._functorch.config as compiler_settings  # noqa: E402
 
 import raymoe  # noqa: E402
-from raymoe.exchange.quantising import quantise  # noqa: E402
-from raymoe.moe import add_rms_norm, formulas, layer_norm, rms_norm, router_formulas, swiglu  # noqa: E402
-from raymoe.moe.elementwise import add  # noqa: E402
+from raymoe.fp8 import quantise  # noqa: E402
+from raymoe.moe import add_rms_norm, layer_norm, rms_norm, router_formulas, swiglu  # noqa: E402
 from raymoe.moe.router import route  # noqa: E402
 from raymoe.moe.router_formulas import RouterForm  # noqa: E402
+from raymoe.rows import formulas  # noqa: E402
+from raymoe.rows.elementwise import add  # noqa: E402
 from tests.gpu.ranks import NEEDS_GPU  # noqa: E402
 
 pytestmark = [*NEEDS_GPU, pytest.mark.perf]

@@ -1,4 +1,4 @@
-"""Both products of experts with few rows, in a CUDA graph: kernels/few_rows.cu, and grouped_mm with SwiGLU between."""
+"""Both products of experts with few rows, in a CUDA graph: few_rows.cu, and grouped_mm with SwiGLU between."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-from raymoe.moe import kernels, swiglu  # noqa: E402
+from raymoe.moe import few_rows, swiglu  # noqa: E402
 from tests.gpu.ranks import NEEDS_GPU  # noqa: E402
 
 pytestmark = [*NEEDS_GPU, pytest.mark.perf]
@@ -72,8 +72,8 @@ def test_few_rows_take_less_time_than_grouped_products(clock: Any, shape: str, r
         return product(h, down.transpose(1, 2), offs=offsets[1:])
 
     def streamed() -> torch.Tensor:
-        h = kernels.multiply_few_rows(x, gate_up, offsets, counts, gated=True)
-        return kernels.multiply_few_rows(h, down, offsets, counts, gated=False)
+        h = few_rows.multiply_few_rows(x, gate_up, offsets, counts, gated=True)
+        return few_rows.multiply_few_rows(h, down, offsets, counts, gated=False)
 
     starts = zip(offsets[:-1].tolist(), counts.tolist(), strict=True)
     there = torch.cat([torch.arange(n, device="cuda") + start for start, n in starts])

@@ -9,7 +9,7 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-from raymoe.exchange.hierarchical_gpu import HierarchicalGpu  # noqa: E402
+from raymoe.exchange.domains.hierarchical_gpu import HierarchicalGpu  # noqa: E402
 from raymoe.exchange.spec import ExchangeSpec  # noqa: E402
 from raymoe.memory.world import World  # noqa: E402
 from tests.gpu.ranks import NEEDS_GPU  # noqa: E402

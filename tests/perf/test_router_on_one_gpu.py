@@ -13,7 +13,7 @@ torch = pytest.importorskip("torch")
 from raymoe.moe.router import route  # noqa: E402
 from raymoe.moe.router_formulas import TINY, RouterForm  # noqa: E402
 from tests.gpu.ranks import NEEDS_GPU  # noqa: E402
-from tests.unit.router_cases import FORMS  # noqa: E402
+from tests.unit.moe.router_cases import FORMS  # noqa: E402
 
 pytestmark = [*NEEDS_GPU, pytest.mark.perf]
 

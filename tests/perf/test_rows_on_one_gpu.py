@@ -9,10 +9,10 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-from raymoe.device.pipe import LayerNorm, RmsNorm, layer_norm, rms_norm  # noqa: E402
-from raymoe.device.pipe_backward import RmsNormBackward, rms_norm_backward  # noqa: E402
-from raymoe.device.pipe_pieces import Pointwise, Swiglu, pointwise, swiglu  # noqa: E402
-from raymoe.device.pipe_shape import Limits  # noqa: E402
+from raymoe.rows.pipe import LayerNorm, RmsNorm, layer_norm, rms_norm  # noqa: E402
+from raymoe.rows.pipe_backward import RmsNormBackward, rms_norm_backward  # noqa: E402
+from raymoe.rows.pipe_pieces import Pointwise, Swiglu, pointwise, swiglu  # noqa: E402
+from raymoe.rows.pipe_shape import Limits  # noqa: E402
 from tests.gpu.ranks import NEEDS_GPU  # noqa: E402
 
 pytestmark = [*NEEDS_GPU, pytest.mark.perf]

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from raymoe.config import Case, Job
-from raymoe.exchange.nccl import NcclRounds
+from raymoe.exchange.nccl.nccl_backends import NcclRounds
 from raymoe.exchange.spec import ExchangeSpec
 from raymoe.memory.world import World
 from raymoe.workload.clock import OpClock, Work, calls_of

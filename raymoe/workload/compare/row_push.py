@@ -14,22 +14,22 @@ from typing import Any
 import torch
 
 from raymoe.config import Job
-from raymoe.device.copy import Ring
-from raymoe.device.error_word import ErrorWord
-from raymoe.device.jit import KernelSource
-from raymoe.device.kernels import Kernels, Launch, Shape
-from raymoe.device.params import U32, U64, Address, Params
-from raymoe.device.structs import STRUCTS, Peers, Watch
+from raymoe.cuda.error_word import ErrorWord
+from raymoe.cuda.jit import KernelSource
+from raymoe.cuda.launch import Kernels, Launch, Shape
+from raymoe.cuda.params import U32, U64, Address, Params
+from raymoe.cuda.structs import STRUCTS, Peers, Watch
+from raymoe.exchange.peer.workspace import slot_bytes_of
 from raymoe.exchange.spec import ExchangeSpec
-from raymoe.exchange.workspace import slot_bytes_of
 from raymoe.memory.watchdog import Watchdog
 from raymoe.memory.world import World
+from raymoe.transport.copy_kernel import Ring
 from raymoe.workload.clock import OpClock, calls_of
 from raymoe.workload.inputs import Inputs
 from raymoe.workload.measure import Line, Step, Timeline
 from raymoe.workload.memory_needed import push_layout
 
-# The kernel of kernels/row_push.cu: its parameters, and a launch of it.
+# The kernel of kernels/peer/row_push.cu: its parameters, and a launch of it.
 
 THREADS = 32
 
@@ -52,7 +52,7 @@ blocks x stages (4x H200, cold L2 cache, 2026-11-22); 132 blocks with 8 stages t
 
 @dataclass(frozen=True)
 class RowPushParams(Params):
-    """The struct of kernels/row_push.cu, which describes its fields."""
+    """The struct of kernels/peer/row_push.cu, which describes its fields."""
 
     peers: Peers
     x: Address
@@ -68,7 +68,7 @@ class RowPushParams(Params):
     stages: U32 = 0
 
 
-ROW_PUSH = KernelSource("row_push", (RowPushParams, Peers, *STRUCTS))
+ROW_PUSH = KernelSource("peer/row_push", (RowPushParams, Peers, *STRUCTS))
 
 
 def shape_of(tokens: int, row_bytes: int, sms: int) -> tuple[int, Ring]:

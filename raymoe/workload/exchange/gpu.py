@@ -7,12 +7,13 @@ from typing import Any, Literal
 
 import torch
 
-from raymoe.device.nvtx import nvtx_range
+from raymoe.cuda.nvtx import nvtx_range
 from raymoe.errors import ConfigError, RaymoeError
 from raymoe.exchange.backend import Dispatched
 from raymoe.exchange.exchange import Exchange
-from raymoe.exchange.spec import COPY_ENGINE, FP8_BLOCK
-from raymoe.exchange.workspace import Workspace
+from raymoe.exchange.peer.workspace import Workspace
+from raymoe.exchange.spec import COPY_ENGINE
+from raymoe.fp8 import FP8_BLOCK
 from raymoe.memory.world import World
 from raymoe.moe.weights import generator
 from raymoe.workload.clock import OpClock, TimedOp, Work, calls_of

@@ -125,7 +125,7 @@ def _opening(case: Case, world: World, spec: ExchangeSpec, inputs: Inputs) -> It
             exchange = stack.enter_context(Exchange(world, spec, asked.backend, sms=asked.sms, chunk=asked.net.chunk))
             yield ExchangeStep(world, exchange, inputs)
             return
-        from raymoe.exchange.workspace import Workspace
+        from raymoe.exchange.peer.workspace import Workspace
         from raymoe.workload.exchange.gpu import GpuExchangeStep
 
         traced = None

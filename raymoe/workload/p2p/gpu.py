@@ -8,7 +8,7 @@ from typing import Any, Literal
 
 import torch
 
-from raymoe.device.graph import Graph
+from raymoe.cuda.graph import Graph
 from raymoe.errors import ConfigError, RaymoeError
 from raymoe.memory.world import World
 from raymoe.net.nccl import NcclGroup

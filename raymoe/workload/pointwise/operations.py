@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from raymoe.config import Job
-from raymoe.exchange.spec import FP8_BLOCK
+from raymoe.fp8 import FP8_BLOCK
 from raymoe.memory.layout import ITEM_BYTES
 from raymoe.moe.weights import generator
 from raymoe.workload.exchange.gpu import dequantised

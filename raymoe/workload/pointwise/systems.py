@@ -16,10 +16,10 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from raymoe.device.pipe_shape import Limits
 from raymoe.errors import RaymoeError
-from raymoe.exchange.quantising import quantise
-from raymoe.moe import activation, elementwise, formulas, kernels, norm  # noqa: F401  (they register the operators)
+from raymoe.fp8 import quantise
+from raymoe.rows import activation, elementwise, formulas, kernels, norm  # noqa: F401  (they register the operators)
+from raymoe.rows.pipe_shape import Limits
 from raymoe.workload.pointwise.operations import EPS, EXPRESSION, OPERATIONS, RowSizes, Tensors
 
 Results = tuple[Tensor, ...]
@@ -57,7 +57,7 @@ class Task:
 # raymoe: by its operators, or by its kernels where the task asks for stages or another way of loading.
 
 Via = Callable[[Any, Tensors, Any], Any]
-"""Computes by the functions of a module: `torch.ops.raymoe` or `raymoe.moe.kernels`. The last argument of these is the
+"""Computes by the functions of a module: `torch.ops.raymoe` or `raymoe.rows.kernels`. The last argument of these is the
 number of SMs or the limits."""
 
 _VIA: dict[str, Via] = {

@@ -21,7 +21,7 @@ namespace emulator {
 
 constexpr u32 NAMED_BARRIERS = 16;
 constexpr u64 NEVER = ~0ull;
-constexpr u32 STATIC_BYTES = 1024;  // of a block, for static declarations: STATIC_SHARED of raymoe/exchange/build.py
+constexpr u32 STATIC_BYTES = 1024;  // of a block, for static declarations: STATIC_SHARED of raymoe/exchange/peer/build.py
 
 struct Block;
 struct Launch;

@@ -12,7 +12,7 @@ namespace raymoe {
 constexpr bool TRACES = TRACED;
 constexpr u32 TRACE_POINTS = 16;  // of a block; if several threads reach a point, it holds the time of the last one
 
-// Points of dispatch.cu and dispatch_ll.cu; raymoe/device/trace.py names them.
+// Points of dispatch.cu and dispatch_ll.cu; raymoe/exchange/peer/trace.py names them.
 constexpr u32 AT_START = 0;
 constexpr u32 AT_DESTINATIONS = 1;   // senders: the ranks of tokens are known
 constexpr u32 AT_FIRST_PUSH = 2;     // senders, local reduction: the first row, or piece of one, was pushed

@@ -1,0 +1,432 @@
+"""Dispatch and combine between CPU ranks. The arithmetic is here; carriers (`host.py`, `gloo.py`) move the rows."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Protocol
+
+import numpy as np
+import torch
+
+from raymoe.errors import ConfigError, DataRefused, RaymoeError, WiringError
+from raymoe.exchange.backend import Dispatched, Ids, Tokens
+from raymoe.exchange.cpu.cpu_rows import Array, Arrived, Bags, Placement, RowSums, Sending
+from raymoe.exchange.refusal import NO_REFUSAL, Cause, Refusal, judge_statuses, status_of
+from raymoe.exchange.spec import ExchangeSpec
+from raymoe.memory.layout import WORD_STRIDE, Layout, Region
+from raymoe.memory.world import World
+
+# Carriers move rows and their metadata between CPU ranks.
+#
+# Both operations are collective. They raise `PeerTimeout` or `Aborted` when a peer does not take part in time.
+
+
+@dataclass
+class Returned:
+    """The sums that came back: row `where[i]` of `table` belongs to row i of the sending.
+
+    `statuses` are those of all ranks. Where they refuse the step, the rows may be missing.
+    """
+
+    table: torch.Tensor  # in the combine wire dtype
+    where: Array
+    statuses: Sequence[Refusal]
+    entries: torch.Tensor | None = None
+    """float32[P, K]: the entries of row i of the sending, where the combine carried them."""
+
+
+@dataclass
+class Carried:
+    """The rows that a dispatch carried, at one rank: those sent and those that arrived. Its combine sends them back."""
+
+    sending: Sending
+    counts: Array  # [R] rows that arrived from each source
+    where: Array  # [N] the row of the carrier's table that holds each
+    number: int
+    """The number of the dispatch in its exchange, the same on all ranks."""
+    home: object = None
+    """The state that the carrier's dispatch left for its combine."""
+
+
+@dataclass(frozen=True)
+class Call:
+    """The operation that a rank announces. It must be the same on all ranks."""
+
+    op: str
+    site: int = 0
+    """The number of the place that called, such as a layer; 0: none."""
+    forward: int = 0
+    """In a dispatch of gradients the number of the dispatch whose rows they belong to."""
+
+
+@dataclass
+class Leaving:
+    """The input of a carrier's combine: bag i's sum of `rows` goes home for arrived row i, also `entries[i]`."""
+
+    rows: torch.Tensor
+    bags: Bags
+    entries: torch.Tensor | None = None
+    """float32[N, K]: a number for each entry (arrived row, k)."""
+    site: int = 0
+
+    @property
+    def call(self) -> Call:
+        """The operation that ranks announce."""
+        return Call("combine" if self.entries is None else "combine of gradients", self.site)
+
+
+class Carrier(Protocol):
+    home_words: int
+    """Numbers in `pack_home`. 0 where a combine needs no more than `Carried` has."""
+
+    def dispatch(self, x: torch.Tensor, sending: Sending, call: Call) -> Arrived:
+        """Send rows `sending.tokens` of `x`, and return the rows that arrive here. `call` is announced."""
+
+    def combine(self, leaving: Leaving, carried: Carried, status: Refusal) -> Returned:
+        """Send home the sums, and this rank's status. Return the sums that arrive here.
+
+        Each sum is rounded once, to the combine wire dtype.
+        """
+
+    def pack_home(self, home: object) -> Array:
+        """Return `Carried.home` as int32 numbers, so that a backward pass can combine."""
+
+    def unpack_home(self, carried: Carried, words: Array) -> object:
+        """Return `Carried.home` again. `carried` has all other fields."""
+
+    def close(self, together: bool) -> None:
+        """Release memory and connections; `together` if all ranks close now."""
+
+
+class KeepsNothing:
+    """The part of a carrier inside a domain: its combine needs no more than `Carried` has."""
+
+    home_words = 0
+
+    def pack_home(self, home: object) -> Array:
+        assert home is None, "this carrier's dispatch leaves nothing for its combine"
+        return np.zeros(0, np.int32)
+
+    def unpack_home(self, carried: Carried, words: Array) -> object:  # noqa: ARG002
+        return None
+
+
+# The order of operations of CPU ranks: all ranks of a world must be in the same one before any data is exchanged.
+#
+# Gloo matches messages by their order alone. Ranks in different operations give it buffers of different sizes, and it
+# ends the process. So each rank first announces the operation that it enters, waits until all ranks have entered one,
+# and compares. Where they differ, all ranks raise before any message or flag is sent, and the next operation works.
+#
+# Memory map (a heap on every rank; R ranks; the first index of `records` is the parity of the operation's number):
+#
+# - `records [2][R]`: {number, operation, exchange, call site, forward dispatch, status}, written by rank r, at all
+#   ranks, and read by the owner.
+# - `entered [R]`: word r is the number of the last operation that rank r has entered. It only grows.
+#
+# Order: record, fence, word. A reader loads the word, fences, loads the record. No record is overwritten before all
+# ranks have read it: a rank enters operation n + 2 after all have entered n + 1, so after they have read those of n.
+
+_OPERATIONS = ("dispatch", "dispatch of gradients", "combine", "combine of gradients")
+_SAME, _RECORD = 5, 5 + Refusal.NBYTES // 8
+"""Words of a record that must be equal on all ranks, and all words of a record."""
+
+
+def words_of(call: Call, exchange: int) -> tuple[int, int, int, int]:
+    """The numbers of an announcement: operation, exchange, call site, forward dispatch."""
+    return _OPERATIONS.index(call.op), exchange, call.site, call.forward
+
+
+def places_of(mine: Sequence[int], theirs: Sequence[int], other: str) -> str:
+    """Say where this rank is and where `other` is, of two different announcements.
+
+    >>> places_of((0, 1, 0, 0), (2, 1, 0, 0), "rank 1")
+    'dispatch while rank 1 is in combine of the same exchange'
+    >>> places_of((0, 1, 0, 0), (0, 2, 0, 0), "rank 1")
+    'dispatch of exchange 1 while rank 1 is in dispatch of exchange 2'
+    >>> places_of((0, 1, 3, 0), (0, 1, 4, 0), "rank 1")
+    'dispatch of call site 3 while rank 1 is in dispatch of call site 4'
+    >>> places_of((1, 1, 3, 7), (1, 1, 3, 8), "rank 1")
+    'the backward pass of dispatch 7 while rank 1 is in that of dispatch 8'
+    """
+    (op, exchange, site, forward), (other_op, other_exchange, other_site, other_forward) = mine, theirs
+    here, there = _OPERATIONS[op], _OPERATIONS[other_op]
+    if exchange != other_exchange:
+        return f"{here} of exchange {exchange} while {other} is in {there} of exchange {other_exchange}"
+    if op != other_op:
+        return f"{here} while {other} is in {there} of the same exchange"
+    if site != other_site:
+        return f"{here} of call site {site} while {other} is in {there} of call site {other_site}"
+    return f"the backward pass of dispatch {forward} while {other} is in that of dispatch {other_forward}"
+
+
+ORDER_RULE = "call the same operations in one order on all ranks (exchanges and layers are numbered as they were made)"
+
+
+class OperationOrder:
+    """Checks that all ranks enter the same operation. All exchanges of a world share one (`World.shared`).
+
+    After a failed wait every later call raises.
+    """
+
+    def __init__(self, world: World) -> None:
+        self._rank, self._size, self._waiter = world.rank, world.size, world.waiter
+        records = Region("records", (2, world.size, WORD_STRIDE), "int64")
+        layout = Layout.of([Region.words("entered", world.size), records])
+        self._heap = world.allocate(layout, "order of operations")
+        self._records: Array = self._heap.tensor("records").numpy()
+        self._entered = self._heap.words("entered")
+        self._everywhere = [
+            (self._heap.tensor("records", peer).numpy(), self._heap.words("entered", peer))
+            for peer in range(world.size)
+        ]
+        self._exchanges = 0
+        self._number = 0
+        self._failure: RaymoeError | None = None
+
+    def register(self) -> int:
+        """Number a new exchange. All ranks make exchanges in one order, so the number is the same everywhere."""
+        self._exchanges += 1
+        return self._exchanges
+
+    def enter(self, call: Call, exchange: int, status: Refusal = NO_REFUSAL) -> None:
+        """Announce the next operation, with a status for all ranks, which `agree` returns."""
+        self._waiter.check()
+        if self._failure is not None:
+            raise copy.copy(self._failure)
+        self._number += 1
+        words = np.frombuffer(status.pack(), np.int64).tolist()
+        record = (self._number, *words_of(call, exchange), *words)
+        for records, _ in self._everywhere:
+            records[self._number % 2, self._rank, : len(record)] = record
+        self._waiter.fence()  # orders the records before the words
+        for _, entered in self._everywhere:
+            entered[self._rank] = self._number
+
+    def agree(self) -> list[Refusal]:
+        """Wait until all ranks have entered an operation, and raise on all of them unless it is the same one.
+
+        Returns the statuses of all ranks.
+        """
+        records = self._records[self._number % 2]
+        mine: list[int] = records[self._rank, :_SAME].tolist()
+        try:
+            for peer in range(self._size):
+                self._waiter.for_epoch(_OPERATIONS[mine[1]], self._entered, peer, self._number)
+        except RaymoeError as error:
+            self._failure = copy.copy(error)
+            raise
+        for peer in range(self._size):
+            theirs = records[peer, :_SAME].tolist()
+            if theirs[0] != mine[0]:
+                self._failure = WiringError(
+                    f"rank {peer} announced operation {mine[0]} to rank {self._rank}, but its record is of {theirs[0]}"
+                )
+                raise copy.copy(self._failure)
+            if theirs != mine:
+                raise ConfigError(self._mismatch(mine, peer, theirs))
+        return [Refusal.unpack(records[peer, _SAME:_RECORD].tobytes()) for peer in range(self._size)]
+
+    def close(self, together: bool) -> None:  # noqa: ARG002
+        """Release the heap; called with the world's close."""
+        self._heap.close()
+
+    def _mismatch(self, mine: list[int], peer: int, theirs: list[int]) -> str:
+        return f"rank {self._rank} is in {places_of(mine[1:], theirs[1:], f'rank {peer}')}; {ORDER_RULE}"
+
+
+# The backend: arithmetic that is the same for all carriers.
+
+
+@dataclass(frozen=True)
+class _DispatchState:
+    """The state of a dispatch that its combine needs: the places of rows, and the rows carried."""
+
+    placement: Placement
+    carried: Carried
+
+    @property
+    def refusal(self) -> Refusal:
+        return self.carried.sending.refusal or self.placement.refusal
+
+
+def _state_of(got: Dispatched) -> _DispatchState:
+    state = got._home
+    assert isinstance(state, _DispatchState)
+    return state
+
+
+class CpuBackend:
+    """A backend for CPU ranks. It owns its carrier."""
+
+    capturable = False
+    keeps_places = False
+    sms: int | None = None
+
+    def __init__(self, world: World, spec: ExchangeSpec, carrier: Carrier) -> None:
+        self._rank, self._size, self._spec = world.rank, world.size, spec
+        # A row leaves once for each (token, rank). Where there are several domains, once for each (token, domain).
+        self._destinations = world.domains if world.domains > 1 else world.size
+        self._carrier = carrier
+        self._own_refusal: DataRefused | None = None
+        self._dispatches = 0
+
+    @torch.no_grad()
+    def dispatch(self, tokens: Tokens, out: torch.Tensor | None) -> Dispatched:
+        return self._dispatch(tokens, out, Call("dispatch", tokens.site))
+
+    @torch.no_grad()
+    def dispatch_again(self, tokens: Tokens, out: torch.Tensor | None, forward: Dispatched) -> Dispatched:
+        number = _state_of(forward).carried.number
+        return self._dispatch(tokens, out, Call("dispatch of gradients", forward.site, number))
+
+    def _dispatch(self, tokens: Tokens, out: torch.Tensor | None, call: Call) -> Dispatched:
+        sending = self._sending(tokens.topk_idx.numpy(), tokens.topk_weights.numpy(), tokens.num_tokens)
+        arrived = self._carrier.dispatch(tokens.x, sending, call)
+        local, capacity = self._spec.local_experts(self._size), self._spec.rows(self._size)
+        placement = Placement.of(arrived, local, self._spec.alignment, capacity)
+        self._dispatches += 1
+        carried = Carried(sending, arrived.counts, arrived.where, self._dispatches, arrived.home)
+        state = _DispatchState(placement, carried)
+        self._note_own_refusal(state.refusal)
+        x, index = (arrived.table, self._index(arrived, placement)) if out is None else (out, None)
+        if out is not None and len(placement.index):
+            rows = out[: len(placement.index)]
+            torch.index_select(arrived.table, 0, torch.from_numpy(placement.index), out=rows)
+        return Dispatched(
+            x=x,
+            weights=torch.from_numpy(placement.weights),
+            expert_offsets=torch.from_numpy(placement.offsets.astype(np.int32)),
+            expert_counts=torch.from_numpy(placement.counts.astype(np.int32)),
+            index=index,
+            tokens=len(tokens.x),
+            _home=state,
+            _owner=self,
+            site=call.site,
+        )
+
+    @torch.no_grad()
+    def combine(self, rows: torch.Tensor, got: Dispatched, weighted: bool, out: torch.Tensor) -> None:
+        state = _state_of(got)
+        leaving = Leaving(rows, state.placement.sums_to_send(weighted), site=got.site)
+        self._send_home(leaving, state, weighted, out)
+
+    @torch.no_grad()
+    def refuse(self, got: Dispatched) -> None:
+        """Take part in the combine of a dispatch, and let all ranks refuse it. Raises what they raise."""
+        state, spec = _state_of(got), self._spec
+        dtype: torch.dtype = getattr(torch, spec.dtype)
+        rows = torch.zeros(spec.rows(self._size), spec.hidden, dtype=dtype, device="cpu")
+        y = torch.empty(got.tokens, spec.hidden, dtype=dtype, device="cpu")
+        placement = replace(state.placement, refusal=state.refusal or Refusal(Cause.EXPERTS))
+        leaving = Leaving(rows, state.placement.sums_to_send(False), site=got.site)
+        self._send_home(leaving, _DispatchState(placement, state.carried), False, y)
+
+    @torch.no_grad()
+    def combine_gradients(
+        self, rows: torch.Tensor, weights: torch.Tensor, got: Dispatched, out: torch.Tensor, out_weights: torch.Tensor
+    ) -> None:
+        state = _state_of(got)
+        places = state.placement.entries(self._spec.topk)
+        # The place of an entry whose expert is elsewhere is -1: the zero after the last weight.
+        entries = torch.cat((weights, weights.new_zeros(1)))[torch.from_numpy(places)]
+        leaving = Leaving(rows, state.placement.sums_to_send(False), entries, got.site)
+        returned = self._send_home(leaving, state, False, out)
+        assert returned.entries is not None
+        # An entry comes from one rank, and from the others as zero. So the sum is exact.
+        out_weights.zero_().index_add_(0, torch.from_numpy(state.carried.sending.tokens), returned.entries)
+
+    def _sending(self, topk_idx: Array, topk_weights: Array, num_tokens: torch.Tensor | None) -> Sending:
+        """Return the rows to send: of the first `num_tokens` tokens, and none where the data are refused."""
+        rows = len(topk_idx)
+        n = rows if num_tokens is None else int(num_tokens.item())
+        refusal = NO_REFUSAL if 0 <= n <= rows else Refusal(Cause.TOKENS, rows, n)
+        n = 0 if refusal else n
+        sending = Sending.of(topk_idx[:n], topk_weights[:n], self._destinations, self._spec.experts)
+        return replace(sending, refusal=refusal) if refusal else sending
+
+    def _send_home(self, leaving: Leaving, state: _DispatchState, weighted: bool, out: torch.Tensor) -> Returned:
+        carried, tokens = state.carried, len(out)
+        returned = self._carrier.combine(leaving, carried, status_of(state.refusal, carried.number, weighted))
+        if (refused := judge_statuses(returned.statuses, self._spec)) is not None:
+            self._own_refusal = None
+            out.fill_(torch.nan)
+            raise refused
+        sums = RowSums(returned.table, carried.sending.sums_to_add(returned.where, tokens), out.dtype)
+        sums.write(0, tokens, out)
+        return returned
+
+    # The metadata of a dispatch is one int32 tensor: the dispatch's number, its refusal, the local experts' offsets and
+    # counts, and the rows from each source. Then each row that arrived has its position and the places of its entries.
+    # The numbers of the carrier come last.
+
+    @property
+    def metadata_words(self) -> int:
+        spec, local, arriving = self._spec, self._spec.local_experts(self._size), self._size * self._spec.tokens
+        words = 1 + Refusal.NBYTES // 4 + 2 * local + 1 + self._size + arriving * (1 + spec.topk)
+        return words + self._carrier.home_words
+
+    def pack(self, got: Dispatched) -> torch.Tensor:
+        state, K = _state_of(got), self._spec.topk
+        placement, carried = state.placement, state.carried
+        refusal = np.frombuffer(placement.refusal.pack(), np.int32)
+        arrived = len(carried.where)
+        where = np.full(self._size * self._spec.tokens, -1)
+        where[:arrived] = carried.where % len(where)  # without the parity of slots: no combine reads it
+        entries = np.full((len(where), K), -1)
+        entries[:arrived] = placement.entries(K)
+        numbers = np.array([carried.number])
+        home = self._carrier.pack_home(carried.home)
+        parts = (numbers, refusal, placement.offsets, placement.counts, carried.counts, where, entries.ravel(), home)
+        return torch.from_numpy(np.concatenate(parts).astype(np.int32))
+
+    def unpack(self, metadata: torch.Tensor, rows: torch.Tensor, weights: torch.Tensor, ids: Ids) -> Dispatched:
+        topk_idx = ids.topk_idx.numpy()
+        # A combine sends no weights of the source.
+        sending = self._sending(topk_idx, np.zeros(topk_idx.shape, np.float32), ids.num_tokens)
+        local, words, arriving = (
+            self._spec.local_experts(self._size),
+            Refusal.NBYTES // 4,
+            self._size * self._spec.tokens,
+        )
+        sizes = (1, words, local + 1, local, self._size, arriving, arriving * self._spec.topk)
+        number, refusal, offsets, counts, sources, where, entries, home = np.split(metadata.numpy(), np.cumsum(sizes))
+        arrived = int(sources.sum())
+        places = entries.reshape(-1, self._spec.topk)[:arrived].astype(np.int64)
+        refused = Refusal.unpack(refusal.tobytes())
+        placement = Placement.restored(counts, offsets, places, weights.numpy(), refused)
+        carried = Carried(sending, sources.astype(np.int64), where[:arrived].astype(np.int64), int(number[0]))
+        carried.home = self._carrier.unpack_home(carried, home)
+        return Dispatched(
+            x=rows,
+            weights=weights,
+            expert_offsets=torch.from_numpy(offsets),
+            expert_counts=torch.from_numpy(counts),
+            index=None,
+            tokens=len(ids.topk_idx),
+            _home=_DispatchState(placement, carried),
+            _owner=self,
+        )
+
+    def dispatch_known(self, x: torch.Tensor, got: Dispatched, out: torch.Tensor) -> None:  # noqa: ARG002
+        raise ConfigError("dispatch_known on CPU ranks, whose carriers send ids with the rows; call dispatch again")
+
+    def check(self) -> None:
+        """Raise once if this rank refuses the data of the last dispatch. Combine raises what other ranks refuse."""
+        if self._own_refusal is not None:
+            refused, self._own_refusal = self._own_refusal, None
+            raise refused
+
+    def close(self, together: bool) -> None:
+        self._carrier.close(together)
+
+    def _note_own_refusal(self, refusal: Refusal) -> None:
+        self._own_refusal = None
+        if refusal:
+            self._own_refusal = DataRefused(refusal.sentence(self._rank, self._spec, self._size))
+
+    def _index(self, arrived: Arrived, placement: Placement) -> torch.Tensor:
+        index = torch.full((self._spec.rows(self._size),), arrived.zero_row, device="cpu")
+        index[: len(placement.index)] = torch.from_numpy(placement.index)
+        return index

@@ -1,0 +1,72 @@
+"""Decide in how many chunks rows cross between domains. No torch here."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from raymoe.errors import ConfigError
+from raymoe.exchange.spec import ExchangeSpec
+from raymoe.fp8 import FP8
+from raymoe.net.blocks import RAIL_BLOCKS
+
+CHUNK_BYTES, MOST_CHUNKS = 4 << 20, 8
+"""With `auto`, a rank's block of a chunk has so many bytes or more, and there are at most so many chunks.
+
+Beside a rail of 45 GB/s that one H200 mirrors, 8 chunks were best for 4096 tokens of 14 KiB. Of 512 tokens, two chunks
+of a dispatch gained 5 % at most, and 8 lost time; chunks of a combine gained 6 % at most (docs/scaling.md).
+"""
+
+SMS_BESIDE = RAIL_BLOCKS + 1
+"""SMs that a dispatch leaves free while rows cross: those of NCCL, and one for the kernel that advances a word. The
+dispatch waits for them. If they found no SM, they would wait for the dispatch."""
+
+
+def crossing_bytes(spec: ExchangeSpec) -> int:
+    """Bytes of a row of dispatch on the rail; its scales cross with its ids."""
+    return spec.hidden if spec.dispatch_wire == FP8 else spec.row_bytes
+
+
+def chunk_of(spec: ExchangeSpec, asked: int | str, reasons: Sequence[str]) -> int:
+    """Return the tokens of a chunk; 0: all rows cross at once. `reasons` say why they must.
+
+    >>> spec = ExchangeSpec(tokens=4096, hidden=7168, experts=256, topk=8)  # 56 MiB
+    >>> chunk_of(spec, "auto", ()), chunk_of(spec, "auto", ("sms",)), chunk_of(spec, 600, ()), chunk_of(spec, 4096, ())
+    (512, 0, 600, 0)
+    >>> from dataclasses import replace
+    >>> [chunk_of(replace(spec, tokens=tokens), "auto", ()) for tokens in (585, 586, 1024)]  # from 8 MiB on
+    [0, 293, 342]
+    >>> chunk_of(spec, 600, ("backend staged does not wait for chunks: take fused",))
+    Traceback (most recent call last):
+    raymoe.errors.ConfigError: chunk is 600, and backend staged does not wait for chunks: take fused
+    """
+    if asked == "auto":
+        chunks = 0 if reasons else min(MOST_CHUNKS, spec.tokens * crossing_bytes(spec) // CHUNK_BYTES)
+        return -(-spec.tokens // chunks) if chunks > 1 else 0
+    if int(asked) >= spec.tokens:
+        return 0
+    if reasons:
+        raise ConfigError(f"chunk is {asked}, and {reasons[0]}")
+    return int(asked)
+
+
+def sms_beside(limit: int | None, most: int) -> int:
+    """Return the SMs that a chunked dispatch may take on GPUs of `most`. `limit` is the caller's, if there is one."""
+    return most - SMS_BESIDE if limit is None else limit
+
+
+def too_many_sms(limit: int | None, most: int) -> str | None:
+    """Why a dispatch on so many SMs cannot wait for chunks, and what to do; None where it can.
+
+    >>> too_many_sms(123, most=132), too_many_sms(None, most=132)
+    (None, None)
+    >>> too_many_sms(128, most=132)
+    'sms is 128 of 132, but 9 stay free for NCCL in a dispatch that waits for chunks: take sms 123 or fewer'
+    >>> too_many_sms(None, most=8)
+    'the GPU has 8 SMs, but 9 stay free for NCCL in a dispatch that waits for chunks: leave chunk out'
+    """
+    free = f"{SMS_BESIDE} stay free for NCCL in a dispatch that waits for chunks"
+    if most < SMS_BESIDE + 2:
+        return f"the GPU has {most} SMs, but {free}: leave chunk out"
+    if limit is not None and limit > most - SMS_BESIDE:
+        return f"sms is {limit} of {most}, but {free}: take sms {most - SMS_BESIDE} or fewer"
+    return None

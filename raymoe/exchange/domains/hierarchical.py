@@ -1,0 +1,271 @@
+"""Dispatch and combine between CPU ranks in several domains: over the rail first, then inside the domain.
+
+N domains of L ranks, T tokens, E experts, of which domain d has those from d*E/N on. A *rail* is the ranks with one
+place in each domain. The carrier inside a domain (`host.py`, `gloo.py`) is used unchanged, with N*T tokens a rank.
+
+Dispatch:
+
+1. All ranks agree on the operation, first in each domain, then between domains.
+2. Each rank gathers the rows, ids and weights of its rail: N blocks of T tokens, its own among them. Blocks have one
+   size, so no counts go ahead. Every row goes to every domain. With top-8 of 256 experts and two domains that is 0.4 %
+   more rows than are needed, with four domains 11 %.
+3. The carrier inside sends these N*T tokens on. Experts of other domains have id -1.
+
+The contract orders an expert's rows by (source domain, place, token, k). The carrier inside knows the domain of a row
+only by its ids. So each expert has N ids there, one for each source domain: id s*local + j of a rank means row from
+domain s for its expert j. Rows are then sorted by s; the sort keeps the order (place, token) of the carrier inside.
+
+Combine:
+
+1. All ranks agree on the operation, as above.
+2. The carrier inside takes each rank's sums to the rank of their rail, with the ranks' statuses.
+3. That rank adds the sums of its domain in float32, in rank order, and rounds once to the combine wire dtype. One block
+   for each domain goes back over the rail: T sums, then the statuses of its L ranks.
+4. The source adds the domains' sums in float32, in domain order. All ranks have all statuses, so all refuse one step.
+
+The combine of a backward pass also carries the gradients of weights: T*K float32 in a second block for each domain. Its
+combine knows the ids that the dispatch gathered, which the metadata of the dispatch keep.
+
+A step with ranks that differ raises on all ranks before any block moves, and the next operation works. A failed wait
+poisons the exchange and the rail. So does any error after the ranks have agreed, and the other ranks learn the reason
+(`rail_operation.py`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import TypeAlias
+
+import numpy as np
+import torch
+
+from raymoe.errors import ConfigError
+from raymoe.exchange.backend import HARMLESS_ERRORS
+from raymoe.exchange.cpu.cpu_backend import (
+    ORDER_RULE,
+    Call,
+    Carried,
+    Carrier,
+    Leaving,
+    OperationOrder,
+    Returned,
+    places_of,
+    words_of,
+)
+from raymoe.exchange.cpu.cpu_rows import Array, Arrived, RowSums, Sending, places_in_runs, starts_of
+from raymoe.exchange.domains.rail_operation import begun
+from raymoe.exchange.refusal import Refusal, judge_statuses
+from raymoe.exchange.spec import ExchangeSpec
+from raymoe.memory.wait import named_by_world
+from raymoe.memory.world import World
+from raymoe.net.gloo_rail import GlooRail
+from raymoe.net.rail import Rail
+
+CarrierMaker: TypeAlias = Callable[[World, ExchangeSpec], Carrier]
+_DISAGREED = 4  # the word of a head that says whether the ranks of a domain are in different operations
+
+
+@dataclass(frozen=True)
+class _Home:
+    """The state of a dispatch that its combine needs: the rows inside the domain, and their places in the contract."""
+
+    inside: Carried
+    places: Array
+
+
+class HierarchicalRows:
+    """The carrier between domains. It owns a carrier inside the domain, and shares the rail of its world."""
+
+    def __init__(self, world: World, spec: ExchangeSpec, make_carrier: CarrierMaker) -> None:
+        domain, T, K = world.domain, spec.tokens, spec.topk
+        self._world, self._domains, self._per_domain = world, world.domains, domain.size
+        self._index, self._spec = world.rank // domain.size, spec
+        self._local = spec.local_experts(world.size)
+        # All E experts are ids inside: E/N experts for each of N source domains.
+        self._inside_spec = replace(spec, tokens=world.domains * T, alignment=1, capacity="worst")
+        self._order = domain.shared(OperationOrder)
+        self._number = self._order.register()
+        self._named_by_world = partial(named_by_world, world.waiter, self._index * domain.size)
+        self._rail: Rail = world.shared(GlooRail)
+        self._inside = make_carrier(domain, self._inside_spec)
+        self._dispatches = 0
+        # {operation, exchange, call site, forward dispatch, 1 if the domain's ranks differ}
+        self._head = torch.zeros(5, dtype=torch.int64, device="cpu")
+        self._heads = torch.zeros(self._domains * 5, dtype=torch.int64, device="cpu")
+        dtype: torch.dtype = getattr(torch, spec.dtype)
+        self._mine = torch.zeros(T, spec.hidden, dtype=dtype, device="cpu")
+        self._rows = torch.zeros(self._domains * T, spec.hidden, dtype=dtype, device="cpu")
+        # T*K global ids, -1 where a token is absent or has no expert, and the bits of T*K weights.
+        self._metadata_out = torch.empty(2, T, K, dtype=torch.int32, device="cpu")
+        self._metadata_in = torch.empty(self._domains, 2, T, K, dtype=torch.int32, device="cpu")
+        # For each domain the sums of T tokens, then a row for the status of each of L ranks.
+        home: torch.dtype = getattr(torch, spec.combine_wire)
+        self._leaving = torch.zeros(self._domains, T + domain.size, spec.home_width, dtype=home, device="cpu")
+        self._returned = torch.empty_like(self._leaving)
+        self.home_words = world.domains * T * K  # the ids inside
+
+    def dispatch(self, x: torch.Tensor, sending: Sending, call: Call) -> Arrived:
+        with self._operation():
+            self._agree(call)
+            with begun(self._rail, call.op, self._world.rank):
+                return self._dispatch(x, sending, call)
+
+    def combine(self, leaving: Leaving, carried: Carried, status: Refusal) -> Returned:
+        with self._operation():
+            self._agree(leaving.call)
+            with begun(self._rail, leaving.call.op, self._world.rank):
+                return self._combine(leaving, carried, status)
+
+    def pack_home(self, home: object) -> Array:
+        assert isinstance(home, _Home)
+        return home.inside.sending.given_ids.ravel()
+
+    def unpack_home(self, carried: Carried, words: Array) -> _Home:
+        N, L, K = self._domains, self._per_domain, self._spec.topk
+        ids = words.reshape(-1, K)
+        sending = Sending.of(ids, np.zeros(ids.shape, np.float32), L, self._spec.experts)
+        counts = carried.counts.reshape(N, L)
+        # Rows are in runs: (domain, place) in the contract, (place, domain) inside.
+        begins = starts_of(carried.counts)[:-1].reshape(N, L)
+        places = places_in_runs(counts.T.ravel(), begins.T.ravel())
+        return _Home(Carried(sending, counts.sum(axis=0), carried.where.take(places), carried.number), places)
+
+    def close(self, together: bool) -> None:
+        self._inside.close(together)
+
+    @contextmanager
+    def _operation(self) -> Iterator[None]:
+        """Let waits inside the domain end where a rank of any domain has failed. An error leaves no rail in use."""
+        waiter = self._world.domain.waiter
+        waiter.watch = self._rail.check_failed
+        try:
+            yield
+        except HARMLESS_ERRORS:
+            raise
+        except BaseException:
+            self._rail.abort()  # other ranks may be in another operation of it
+            raise
+        finally:
+            waiter.watch = None
+
+    def _dispatch(self, x: torch.Tensor, sending: Sending, call: Call) -> Arrived:
+        mine = x
+        if len(x) < self._spec.tokens:
+            self._mine[: len(x)].copy_(x)
+            mine = self._mine
+        wait_rows = self._rail.gather("dispatch", self._rows, mine)
+        ids, weights = self._metadata_out.numpy()
+        ids.fill(-1)
+        ids[: len(sending.given_ids)] = sending.given_ids
+        weights[: len(sending.given_ids)] = sending.given_weights.view(np.int32)
+        self._rail.gather("dispatch", self._metadata_in.flatten(0, 1), self._metadata_out)()
+        inside = self._sending_inside()
+        wait_rows()
+        with self._named_by_world():
+            arrived = self._inside.dispatch(self._rows, inside, call)
+        self._dispatches += 1
+        return self._in_contract_order(arrived, inside)
+
+    def _combine(self, leaving: Leaving, carried: Carried, status: Refusal) -> Returned:
+        home, T, L = carried.home, self._spec.tokens, self._per_domain
+        assert isinstance(home, _Home)
+        inside = Leaving(leaving.rows, leaving.bags.take(home.places), site=leaving.site)
+        if leaving.entries is not None:
+            inside.entries = leaving.entries[torch.from_numpy(home.places)]
+        with self._named_by_world():
+            back = self._inside.combine(inside, home.inside, status)
+        if judge_statuses(back.statuses, self._spec) is None:  # else rows may be missing, and no rank reads the sums
+            self._add_inside(back, home.inside.sending)
+        packed = self._leaving.view(torch.uint8)[:, T:, : Refusal.NBYTES]
+        for place, each in enumerate(back.statuses):
+            packed[:, place] = torch.frombuffer(bytearray(each.pack()), dtype=torch.uint8)
+        self._rail.swap("combine", self._returned, self._leaving)()
+        packed = self._returned.view(torch.uint8)[:, T:, : Refusal.NBYTES]
+        statuses = [Refusal.unpack(each.numpy().tobytes()) for block in packed for each in block]
+        domains, tokens = carried.sending.ranks, carried.sending.tokens  # a row's `rank` is its domain
+        entries = None
+        if leaving.entries is not None:
+            entries = self._swap_entries(back, home.inside.sending)[domains, tokens]
+        where = domains * (T + L) + tokens
+        return Returned(self._returned.flatten(0, 1)[:, : self._spec.hidden], where, statuses, entries)
+
+    def _agree(self, call: Call) -> None:
+        """Raise on all ranks of all domains unless all are in the same operation of the same exchange."""
+        problem: ConfigError | None = None
+        try:
+            self._order.enter(call, self._number)
+            with self._named_by_world():
+                self._order.agree()
+        except ConfigError as error:
+            problem = error
+        mine = (*words_of(call, self._number), int(problem is not None))
+        self._head.copy_(torch.tensor(mine))
+        self._rail.gather(call.op, self._heads, self._head)()
+        if problem is not None:
+            raise problem
+        for domain, head in enumerate(self._heads.view(self._domains, 5).tolist()):
+            if head[_DISAGREED]:
+                raise ConfigError(
+                    f"rank {self._world.rank} is in {call.op} while ranks of domain {domain} are in different "
+                    f"operations; {ORDER_RULE}"
+                )
+            if tuple(head) != mine:
+                places = places_of(mine[:_DISAGREED], head[:_DISAGREED], f"domain {domain}")
+                raise ConfigError(f"rank {self._world.rank} is in {places}; {ORDER_RULE}")
+
+    def _sending_inside(self) -> Sending:
+        """Make the rows that this rank sends inside its domain: those of all domains' tokens for experts here."""
+        N, K, local = self._domains, self._spec.topk, self._local
+        metadata: Array = self._metadata_in.numpy()
+        expert = metadata[:, 0] - self._index * self._per_domain * local
+        here = (expert >= 0) & (expert < self._per_domain * local)
+        source = np.arange(N, dtype=np.int32)[:, None, None]
+        ids = np.where(here, expert // local * (N * local) + source * local + expert % local, -1).reshape(-1, K)
+        weights = metadata[:, 1].reshape(-1, K).view(np.float32)
+        return Sending.of(ids, weights, self._per_domain, self._spec.experts)
+
+    def _in_contract_order(self, arrived: Arrived, sending: Sending) -> Arrived:
+        N, L, local = self._domains, self._per_domain, self._local
+        known = arrived.ids < N * local  # others are the fault of a peer; they stay too large, and are refused
+        source = np.where(known, arrived.ids, 0).max(axis=1) // local
+        order = np.argsort(source, kind="stable")
+        places = np.empty_like(order)
+        places[order] = np.arange(len(order))
+        counts = np.bincount(source * L + np.repeat(np.arange(L), arrived.counts), minlength=N * L)
+        ids = np.where(known & (arrived.ids >= 0), arrived.ids % local, arrived.ids)
+        refusal = arrived.refusal
+        if refusal:  # it names a rank of this domain
+            refusal = replace(refusal, other=self._index * L + refusal.other)
+        inside = Carried(sending, arrived.counts, arrived.where, self._dispatches, arrived.home)
+        return Arrived(
+            arrived.table,
+            arrived.where.take(order),
+            ids.take(order, axis=0),
+            arrived.weights.take(order, axis=0),
+            counts,
+            arrived.zero_row,
+            refusal,
+            _Home(inside, places),
+        )
+
+    def _swap_entries(self, back: Returned, sending: Sending) -> torch.Tensor:
+        """Bring the gradients of weights from the domains to their sources: float32[N, T, K]."""
+        N, T, K = self._domains, self._spec.tokens, self._spec.topk
+        leaving = torch.zeros(N * T, K, device="cpu")
+        if back.entries is not None:  # None where the step is refused
+            # An entry comes from one rank, and from the others as zero. So the sum is exact.
+            leaving.index_add_(0, torch.from_numpy(sending.tokens), back.entries)
+        returned = torch.empty(N, T, K, device="cpu")
+        self._rail.swap("combine of gradients", returned, leaving.view(N, T, K))()
+        return returned
+
+    def _add_inside(self, returned: Returned, sending: Sending) -> None:
+        """Add the sums of this domain's ranks for the tokens of each domain, into the blocks that leave."""
+        T, H = self._spec.tokens, self._spec.hidden
+        bags = sending.sums_to_add(returned.where, self._domains * T)
+        sums = RowSums(returned.table, bags, self._leaving.dtype)
+        for domain in range(self._domains):
+            sums.write(domain * T, (domain + 1) * T, self._leaving[domain, :T, :H])

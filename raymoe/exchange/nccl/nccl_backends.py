@@ -1,0 +1,585 @@
+"""Backends `allgather` and `collective` on GPUs: NCCL moves rows, raymoe's kernels number, place and sum them."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext, suppress
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch.multiprocessing import reductions
+
+from raymoe.cuda.current import capturing, on
+from raymoe.errors import ConfigError, PeerTimeout, RaymoeError
+from raymoe.exchange.backend import Dispatched, Ids, Tokens
+from raymoe.exchange.nccl.nccl_kernels import Kept, Lagging, Launcher, RoundKernels, Rounds
+from raymoe.exchange.nccl.rounds import DispatchRecord
+from raymoe.exchange.refusal import CARRIES, SITE_SHIFT, Cause, Refusal, raise_backward, raise_first
+from raymoe.exchange.spec import ExchangeSpec
+from raymoe.memory.layout import Layout, Region
+from raymoe.memory.wait import Words
+from raymoe.memory.world import CLOSING_S, World
+from raymoe.net.nccl import BackgroundWait, NcclGroup
+
+# Memory that captured calls allocate.
+
+_cuda: Any = torch.cuda  # torch.cuda lacks annotations
+_StorageWeakRef: Any = reductions.StorageWeakRef
+
+
+class CapturedMemory:
+    """A memory pool for allocations inside a capture: no other code may reuse them, because replays write to them.
+
+    The captured calls of one exchange share the pool, because they are replayed one after the other.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        with on(device):  # a pool belongs to the device that is current when it is made
+            self._pool: Any = _cuda.MemPool() if device.type == "cuda" else None
+
+    def __call__(self) -> AbstractContextManager[object]:
+        return _cuda.use_mem_pool(self._pool, self._device) if capturing(self._device) else nullcontext()
+
+    def close(self) -> None:
+        """Drop the pool now. If garbage collection freed it during a capture, torch would end the process.
+
+        Its memory stays until the tensors in it are freed.
+        """
+        self._pool = None
+
+
+# Rounds (collectives of all ranks) over NCCL, and bounded waits of the host.
+#
+# NCCL's own waits are not bounded. The host notices a missing peer, and aborts the group.
+
+_SPIN_S = 2e-3  # most rounds are done by then; a longer wait sleeps between polls
+
+
+class NcclRounds:
+    """An NCCL group and bounded waits for it.
+
+    All exchanges of a world share one (`World.shared`), because a communicator costs memory and takes a second to make.
+    After a failed wait the group is aborted.
+    """
+
+    def __init__(self, world: World) -> None:
+        self._world = world
+        self._group = NcclGroup(world)
+        once = torch.zeros(world.size + 1, dtype=torch.uint8, device=world.device)
+        self._group.all_gather(once[1:], once[:1])  # connects the ranks now: the first real one may be captured
+        self._spare = torch.zeros(2, 1, dtype=torch.uint8, device=world.device).unbind()
+        # On an abort this also ends a user's own wait for a stream.
+        self._forget = world.waiter.on_abort(lambda _: self._group.abort())
+
+    def all_gather(self, out: torch.Tensor, mine: torch.Tensor) -> None:
+        """Gather `mine` of all ranks into `out`, in rank order."""
+        self._group.all_gather(out, mine)
+
+    def exchange(self, receives: Mapping[int, torch.Tensor], sends: Mapping[int, torch.Tensor]) -> None:
+        """Send bytes to, and receive bytes from, each other rank.
+
+        An empty message is sent as one byte: NCCL may hang where a pair of ranks exchanges nothing (see `NcclGroup`).
+        """
+        spare, into = self._spare
+        self._group.exchange(
+            {rank: rows if rows.numel() else spare for rank, rows in sends.items()},
+            {rank: rows if rows.numel() else into for rank, rows in receives.items()},
+        )
+
+    def reduce_scatter(self, out: torch.Tensor, blocks: torch.Tensor) -> None:
+        """Sum block r of `blocks` over all ranks into `out` of rank r, added and rounded as NCCL does it."""
+        self._group.reduce_scatter(out, blocks)
+
+    def wait(self, op: str, is_done: Callable[[], bool], lagging: Lagging | None = None) -> None:
+        """Wait until `is_done`, or raise `PeerTimeout` of the peer from `lagging`; by default NCCL's own report."""
+        self._wait_until(op, is_done, lagging or self._lagging_in_group)
+
+    def wait_for_all(self, op: str) -> None:
+        """Wait for the device, replays on other streams included."""
+        self._wait_until(op, BackgroundWait(self._world.gpu.synchronise).done, self._lagging_in_group)
+
+    def read(self, op: str, memory: torch.Tensor) -> torch.Tensor:
+        """Copy some bytes to the host after the work of the current stream, and wait for that with a limit."""
+        copied = torch.empty(memory.shape, dtype=memory.dtype, pin_memory=True)  # else the copy itself would wait
+        copied.copy_(memory, non_blocking=True)
+        done: Any = _cuda.Event()
+        done.record(_cuda.current_stream(memory.device))
+        self._wait_until(op, done.query, self._lagging_in_group)
+        return copied
+
+    def close(self, together: bool) -> None:
+        """Close with the world; `together` if all ranks close now. A rank that has left already delays it by 2 s."""
+        self._forget()
+        if not together:
+            self._group.abort()
+        try:
+            if together:
+                self.wait_for_all("close")  # with a limit, which the group's own wait for the device has not
+            self._group.close(min(self._world.timeout_s, CLOSING_S))
+        except RaymoeError:
+            self._group.abort()
+            raise
+
+    def _lagging_in_group(self) -> tuple[int, int, int]:
+        others = [rank for rank in range(self._world.size) if rank != self._world.rank] or [self._world.rank]
+        return self._group.lagging(others)
+
+    def _wait_until(self, op: str, is_done: Callable[[], bool], lagging: Lagging) -> None:
+        start = time.monotonic()
+        while time.monotonic() - start < _SPIN_S:
+            if is_done():
+                return
+        try:
+            if self._world.waiter.until(op, lagging()[0], is_done, self._world.timeout_s):
+                return
+            peer, seen, mine = lagging()
+            raise PeerTimeout(op, mine, peer, mine, seen, time.monotonic() - start, self._world.rank)
+        except RaymoeError:
+            self._group.abort()  # ends NCCL's waits on the device
+            raise
+
+
+@dataclass(frozen=True)
+class Carried:
+    """What a combine of a backward pass takes home beside rows: the gradients of weights."""
+
+    numbers: torch.Tensor | None
+    """float32[C]: the number of each place."""
+    out: torch.Tensor | None
+    """float32[T', K]: for the numbers of this rank's entries."""
+
+
+NOTHING = Carried(None, None)
+
+
+# Backend `allgather`: every rank receives all rows. It is the baseline of a small world.
+#
+# A dispatch is two all-gathers: one of ids and weights, one of all rows. Every rank picks its own rows. A combine sends
+# every rank a block of T sums, and the source adds the blocks in rank order. It reads only the sums of tokens that have
+# an expert at the sender. NCCL's reduce-scatter is not used, because it rounds at every hop and in an order of its own.
+#
+# The host reads nothing from the device, so a graph can hold all of it.
+
+
+class NcclAllgather:
+    """Puts row t of source s into row s*T + t of the table."""
+
+    capturable = True
+    keeps_places = True
+    sms: int | None = None
+
+    def __init__(self, world: World, spec: ExchangeSpec, rounds: Rounds, launcher: Launcher) -> None:
+        self._spec, self._rounds, self._launcher = spec, rounds, launcher
+        self._kernels = RoundKernels(world, spec, launcher, compact=False)
+        self._memory = CapturedMemory(world.device)
+        blocks = self._kernels.blocks
+        self._arriving, first = blocks.table[:-1], world.rank * spec.tokens
+        self._own = blocks.table[first : first + spec.tokens]
+        dtype: torch.dtype = getattr(torch, spec.dtype)
+        self._own_rows = self._own.view(dtype)
+        peers = [rank for rank in range(world.size) if rank != world.rank]
+        self._sends, self._receives = (
+            {rank: block[rank] for rank in peers} for block in (blocks.leaving, blocks.returned)
+        )
+
+    @torch.no_grad()
+    def dispatch(self, tokens: Tokens, out: torch.Tensor | None) -> Dispatched:
+        with self._launcher.ordered("dispatch") as stream, self._memory():
+            return self._dispatch(stream, tokens, out)
+
+    @torch.no_grad()
+    def dispatch_again(self, tokens: Tokens, out: torch.Tensor | None, forward: Dispatched) -> Dispatched:
+        home = forward._home
+        assert isinstance(home, Kept)
+        with self._launcher.ordered("dispatch") as stream, self._memory():
+            got = self._dispatch(stream, tokens, out, home.used_on(stream), forward.site)
+            kept = got._home
+            assert isinstance(kept, Kept)
+            self._kernels.compare_passes(stream, self._kernels.rows_of(got), kept.memory)
+            return got
+
+    def _dispatch(
+        self,
+        stream: int,
+        tokens: Tokens,
+        out: torch.Tensor | None,
+        forward: torch.Tensor | None = None,
+        site: int = 0,
+    ) -> Dispatched:
+        kernels = self._kernels
+        kept = kernels.new_memory()
+        kernels.write_metadata(stream, tokens, kept, forward, site)
+        self._rounds.all_gather(*kernels.metadata(kept))
+        got = kernels.new(tokens, out, self)
+        got._home = Kept(kept, stream)
+        self._gather(tokens.x)
+        kernels.number(stream, got, kept)
+        if out is not None:
+            kernels.place(stream, got, kept)
+        return got
+
+    def _gather(self, x: torch.Tensor) -> None:
+        """Gather the rows of all ranks into the table."""
+        given = len(x)
+        if given < self._spec.tokens:
+            self._own_rows[:given].copy_(x)
+        self._rounds.all_gather(self._arriving, self._own if given < self._spec.tokens else x.view(torch.uint8))
+
+    @torch.no_grad()
+    def dispatch_known(self, x: torch.Tensor, got: Dispatched, out: torch.Tensor) -> None:
+        home = got._home
+        assert isinstance(home, Kept)
+        with self._launcher.ordered("dispatch") as stream:
+            kept = home.used_on(stream)
+            # Ranks that dispatch gather their ids and weights here: all operations of a kind are the same for NCCL.
+            self._rounds.all_gather(*self._kernels.write_pass(stream, kept, got.site))
+            self._gather(x)
+            self._kernels.place(stream, replace(got, x=out), kept)
+            self._kernels.compare_passes(stream, out)
+
+    @torch.no_grad()
+    def combine(self, rows: torch.Tensor, got: Dispatched, weighted: bool, out: torch.Tensor) -> None:
+        self._combine(rows, got, weighted, out)
+
+    def _combine(
+        self, rows: torch.Tensor, got: Dispatched, weighted: bool, out: torch.Tensor, carried: Carried = NOTHING
+    ) -> None:
+        home = got._home
+        assert isinstance(home, Kept)
+        with self._launcher.ordered("combine") as stream:
+            kept = home.used_on(stream)
+            self._kernels.sum_entries(stream, rows, kept, weighted, carried.numbers, got.site)
+            if self._sends:
+                self._rounds.exchange(self._receives, self._sends)
+            self._kernels.sum_ranks(stream, kept, out, carried.out)
+
+    @property
+    def metadata_words(self) -> int:
+        return self._kernels.metadata_words
+
+    def pack(self, got: Dispatched) -> torch.Tensor:
+        home = got._home
+        assert isinstance(home, Kept)
+        return self._kernels.packed(home.memory, got)
+
+    def unpack(self, metadata: torch.Tensor, rows: torch.Tensor, weights: torch.Tensor, ids: Ids) -> Dispatched:  # noqa: ARG002
+        return self._kernels.unpacked(metadata, weights, ids, self)
+
+    @torch.no_grad()
+    def combine_gradients(
+        self, rows: torch.Tensor, weights: torch.Tensor, got: Dispatched, out: torch.Tensor, out_weights: torch.Tensor
+    ) -> None:
+        self._combine(rows, got, False, out, Carried(weights.contiguous(), out_weights))
+
+    def check(self) -> None:
+        """Wait for the device, then raise for the first refused step, the same on all ranks."""
+        self._rounds.wait_for_all("check")
+        passes, statuses = (
+            self._kernels.take_refused_passes(self._rounds.read),
+            self._kernels.take_refused(self._rounds.read),
+        )
+        raise_backward(passes)
+        if statuses:
+            raise_first(statuses, self._spec)
+
+    def refusal_record(self) -> torch.Tensor:
+        """The words that a refused combine writes where the first one is 0 (domains/hierarchical_gpu.py)."""
+        return self._kernels.refused_words
+
+    def backward_record(self) -> torch.Tensor:
+        """The same words for dispatches in backward passes."""
+        return self._kernels.refused_passes
+
+    def mark_passes(self, word: torch.Tensor) -> None:
+        self._kernels.mark_passes(word)
+
+    def check_waits(self) -> None:
+        """Do nothing: the host alone notices a wait that fails, in `check`."""
+
+    def close(self, together: bool) -> None:
+        """Wait for the device, because torch's memory does not wait for other streams. The world owns the rounds."""
+        if together:
+            with suppress(RaymoeError):  # `check` reports failures; a failed wait has ended the device's work
+                self._rounds.wait_for_all("close")
+        self._memory.close()
+
+
+# Backend `collective`: all-to-alls, as a careful user of torch.distributed would write them.
+#
+# A dispatch gathers the ids and weights of all ranks by an all-gather of a fixed size. From them each rank counts on
+# the device how many rows go to each rank. The host waits for these counts once, while rows are packed. The rows
+# follow, each once for each (token, destination rank). A combine reuses the counts.
+#
+# Because of that wait it cannot be captured.
+
+_NUMBER_BITS, _FORM_BITS = 32, 2
+_MOST_KNOWN = 64
+"""Storages of metadata, beside those that live, that are noted before those of dead tensors are forgotten."""
+
+
+@dataclass(frozen=True)
+class HostNumbers:
+    """The numbers of a dispatch that the host keeps."""
+
+    number: int
+    """The dispatch, counted from 1."""
+    send_counts: Sequence[int]  # rows to each rank
+    receive_counts: Sequence[int]  # rows from each rank
+
+    @classmethod
+    def of_record(cls, record: torch.Tensor, ranks: int) -> HostNumbers:
+        """Take them from the bytes of a `DispatchRecord`."""
+        at, words = DispatchRecord.offsets(), record.view(torch.int32)
+        sent, received = (words[at[name] // 4 :][:ranks].tolist() for name in ("rows_to", "rows_from"))
+        return cls(int(record.view(torch.int64)[at["number"] // 8]), sent, received)
+
+
+class NumbersByMetadata:
+    """The host's numbers of dispatches, by the storage of their metadata, as long as that lives.
+
+    A combine gets the metadata as a tensor on the device, which the host could read only by waiting for it. Nobody
+    writes to metadata, so a storage has one dispatch. Its address is its key: a weak reference leaves it to no other.
+    """
+
+    def __init__(self) -> None:
+        self._known: dict[int, tuple[Any, HostNumbers]] = {}
+        self._most = _MOST_KNOWN
+
+    def add(self, metadata: torch.Tensor, numbers: HostNumbers) -> None:
+        if len(self._known) >= self._most:
+            self._known = {key: each for key, each in self._known.items() if not each[0].expired()}
+            self._most = 2 * len(self._known) + _MOST_KNOWN
+        reference = _StorageWeakRef(metadata.untyped_storage())
+        self._known[reference.cdata] = reference, numbers
+
+    def of(self, metadata: torch.Tensor) -> HostNumbers | None:
+        """Return the numbers of this metadata; None where the tensor is a copy of it."""
+        storage: Any = metadata.untyped_storage()
+        known = self._known.get(storage._cdata)
+        return None if known is None else known[1]
+
+
+@dataclass(frozen=True)
+class _DispatchState:
+    """The state of a dispatch that its combine needs."""
+
+    kept: Kept
+    numbers: HostNumbers
+
+
+class NcclCollective:
+    """Puts rows one after the other into their source's block of the table.
+
+    A backward pass counts again: NCCL would hang if ranks sent the rows of different dispatches.
+
+    Ranks that combine different dispatches would send blocks of other sizes than their peers expect, and NCCL would
+    hang. So each rank's host announces its combine in shared memory. While the device sums, it compares the
+    announcements of all ranks.
+
+    Word (rank, parity) is {combines so far, dispatch, form}. That rank writes it, at every rank, after the word of its
+    call site. There are two of each, because a peer may be one combine ahead. The form is whether the combine is
+    weighted, plus CARRIES if it takes numbers home.
+    """
+
+    capturable = False
+    keeps_places = False
+    sms: int | None = None
+
+    def __init__(self, world: World, spec: ExchangeSpec, rounds: Rounds, launcher: Launcher) -> None:
+        self._world, self._spec, self._rounds, self._launcher = world, spec, rounds, launcher
+        self._kernels = RoundKernels(world, spec, launcher, compact=True)
+        blocks, size = self._kernels.blocks, world.size
+        self._peers = [rank for rank in range(size) if rank != world.rank]
+        self._arriving = blocks.table[:-1].view(size, spec.tokens, -1).unbind()
+        self._packed = blocks.packed.unbind()
+        self._sums, self._returned = (each.view(size, -1).unbind() for each in (blocks.leaving, blocks.returned))
+        self._numbers, self._returned_numbers = blocks.leaving_numbers.unbind(), blocks.returned_numbers.unbind()
+        self._host_counts = launcher.words(1 + 2 * size)
+        self._dispatches = self._combines = 0
+        self._numbers_of = NumbersByMetadata()
+        words = [Region.words(name, 2 * size) for name in ("combines", "sites")]
+        self._heap = world.allocate(Layout.of(words), "collective: combines")
+        self._words, self._sites = (
+            [self._heap.words(name, peer) for peer in range(size)] for name in ("combines", "sites")
+        )
+        self._differing: list[Refusal] = []
+
+    @torch.no_grad()
+    def dispatch(self, tokens: Tokens, out: torch.Tensor | None) -> Dispatched:
+        with self._launcher.ordered("dispatch") as stream:
+            return self._dispatch(stream, tokens, out)
+
+    def dispatch_known(self, x: torch.Tensor, got: Dispatched, out: torch.Tensor) -> None:  # noqa: ARG002
+        raise ConfigError("dispatch_known by collective, whose ranks count before they send; call dispatch_again")
+
+    @torch.no_grad()
+    def dispatch_again(self, tokens: Tokens, out: torch.Tensor | None, forward: Dispatched) -> Dispatched:
+        """Dispatch in a backward pass. The passes of all ranks come with their ids, and a kernel compares them."""
+        state = forward._home
+        assert isinstance(state, _DispatchState)
+        with self._launcher.ordered("dispatch") as stream:
+            got = self._dispatch(stream, tokens, out, state.kept.used_on(stream), forward.site)
+            state = got._home
+            assert isinstance(state, _DispatchState)
+            self._kernels.compare_passes(stream, self._kernels.rows_of(got), state.kept.memory)
+            return got
+
+    @torch.no_grad()
+    def combine(self, rows: torch.Tensor, got: Dispatched, weighted: bool, out: torch.Tensor) -> None:
+        self._combine(rows, got, weighted, out)
+
+    @property
+    def metadata_words(self) -> int:
+        return self._kernels.metadata_words
+
+    def pack(self, got: Dispatched) -> torch.Tensor:
+        """Pack what the device needs. The host's numbers stay on the host, and in the dispatch's record."""
+        state = got._home
+        assert isinstance(state, _DispatchState)
+        metadata = self._kernels.packed(state.kept.memory, got)
+        self._numbers_of.add(metadata, state.numbers)
+        return metadata
+
+    def unpack(self, metadata: torch.Tensor, rows: torch.Tensor, weights: torch.Tensor, ids: Ids) -> Dispatched:  # noqa: ARG002
+        """Make the result of a dispatch again. For a copy of the metadata the host waits, with a limit."""
+        got = self._kernels.unpacked(metadata, weights, ids, self)
+        kept = got._home
+        assert isinstance(kept, Kept)
+        numbers = self._numbers_of.of(metadata)
+        if numbers is None:  # a hook of autograd, for example, keeps what a backward pass needs on the CPU
+            record = self._rounds.read("combine", self._kernels.record_of(kept.memory))
+            numbers = HostNumbers.of_record(record, self._world.size)
+        got._home = _DispatchState(kept, numbers)
+        return got
+
+    @torch.no_grad()
+    def combine_gradients(
+        self, rows: torch.Tensor, weights: torch.Tensor, got: Dispatched, out: torch.Tensor, out_weights: torch.Tensor
+    ) -> None:
+        self._combine(rows, got, False, out, Carried(weights.contiguous(), out_weights))
+
+    def check(self) -> None:
+        """Wait for the device, then raise for the first refused step, the same on all ranks."""
+        self._rounds.wait_for_all("check")
+        kernels, read = self._kernels, self._rounds.read
+        passes, refused, differing = kernels.take_refused_passes(read), kernels.take_refused(read), self._differing
+        self._differing = []
+        raise_backward(passes)
+        for statuses in (refused, differing):
+            if statuses:
+                raise_first(statuses, self._spec)
+
+    def close(self, together: bool) -> None:
+        """Wait for the device, because torch's memory does not wait for other streams. The world owns the rounds."""
+        if together:
+            with suppress(RaymoeError):  # `check` reports failures; a failed wait has ended the device's work
+                self._rounds.wait_for_all("close")
+        self._heap.close()
+
+    def _dispatch(
+        self,
+        stream: int,
+        tokens: Tokens,
+        out: torch.Tensor | None,
+        forward: torch.Tensor | None = None,
+        site: int = 0,
+    ) -> Dispatched:
+        kernels = self._kernels
+        kept = kernels.new_memory()
+        self._dispatches += 1
+        kernels.write_metadata(stream, tokens, kept, forward, site)
+        self._rounds.all_gather(*kernels.metadata(kept))
+        got = kernels.new(tokens, out, self)  # here, because the device is busy now
+        kernels.number(stream, got, kept, self._host_counts)
+        kernels.pack(stream, tokens, kept, own=out is None)
+        self._rounds.wait("dispatch", self._counts_are_here)
+        self._world.waiter.fence()  # orders the load of the dispatch's number before the loads of the counts
+        row_counts, size = self._host_counts.read(1, 2 * self._world.size), self._world.size
+        send_counts, receive_counts = row_counts[:size], row_counts[size:]
+        if self._peers:
+            self._rounds.exchange(
+                {rank: self._arriving[rank][: receive_counts[rank]] for rank in self._peers},
+                {rank: self._packed[rank][: send_counts[rank]] for rank in self._peers},
+            )
+        if out is not None:
+            kernels.place(stream, got, kept, own=tokens.x)
+        got._home = _DispatchState(Kept(kept, stream), HostNumbers(self._dispatches, send_counts, receive_counts))
+        return got
+
+    def _combine(
+        self, rows: torch.Tensor, got: Dispatched, weighted: bool, out: torch.Tensor, carried: Carried = NOTHING
+    ) -> None:
+        state = got._home
+        assert isinstance(state, _DispatchState)
+        form = weighted + (0 if carried.numbers is None else CARRIES)
+        self._announce_combine(state.numbers.number, form, got.site)
+        with self._launcher.ordered("combine") as stream:
+            kept = state.kept.used_on(stream)
+            self._kernels.sum_entries(stream, rows, kept, weighted, carried.numbers, got.site)
+            if not self._all_combine_the_same():
+                out.fill_(torch.nan)
+                if carried.out is not None:
+                    carried.out.fill_(torch.nan)
+                return
+            if self._peers:
+                self._exchange(state.numbers, carried.numbers is not None)
+            self._kernels.sum_ranks(stream, kept, out, carried.out)
+
+    def _exchange(self, counts: HostNumbers, entries: bool) -> None:
+        """Exchange the sums of a combine, and the numbers of its entries."""
+        row, status = self._spec.home_row_bytes, Refusal.NBYTES
+        self._rounds.exchange(
+            {rank: self._returned[rank][: counts.send_counts[rank] * row + status] for rank in self._peers},
+            {rank: self._sums[rank][: counts.receive_counts[rank] * row + status] for rank in self._peers},
+        )
+        if entries:
+            self._rounds.exchange(
+                {rank: self._returned_numbers[rank] for rank in self._peers},
+                {rank: self._numbers[rank] for rank in self._peers},
+            )
+
+    def _counts_are_here(self) -> bool:
+        return self._host_counts.read(0, 1)[0] >= self._dispatches
+
+    def _announce_combine(self, number: int, form: int, site: int) -> None:
+        """Announce to all ranks which dispatch this rank combines, in which form, and from which call site."""
+        self._combines += 1
+        word = (self._combines << _NUMBER_BITS | number % (1 << _NUMBER_BITS)) << _FORM_BITS | form
+        at = 2 * self._world.rank + self._combines % 2
+        for sites in self._sites:
+            sites[at] = site
+        self._world.waiter.fence()  # orders the sites before the words that announce them
+        for words in self._words:
+            words[at] = word
+
+    def _announced(self, words: Sequence[Words]) -> list[int]:
+        """The words of all ranks for this combine."""
+        mine, turn = words[self._world.rank], self._combines % 2
+        return [mine[2 * rank + turn] for rank in range(self._world.size)]
+
+    def _combines_begun(self) -> list[int]:
+        """How many combines each rank has begun, by these words."""
+        return [word >> _NUMBER_BITS + _FORM_BITS for word in self._announced(self._words)]
+
+    def _lagging(self) -> tuple[int, int, int]:
+        combined = self._combines_begun()
+        seen = min(combined)
+        return combined.index(seen), seen, self._combines
+
+    def _all_combine_the_same(self) -> bool:
+        """Whether all ranks combine the same dispatch in the same way. All ranks get the same answer."""
+        self._rounds.wait("combine", lambda: min(self._combines_begun()) >= self._combines, self._lagging)
+        self._world.waiter.fence()  # orders the loads of these words before those of the sites
+        found, sites = self._announced(self._words), self._announced(self._sites)
+        if len(set(found)) == len(set(sites)) == 1:
+            return True
+        forms, last = (1 << _FORM_BITS) - 1, (1 << _NUMBER_BITS) - 1
+        said = [
+            Refusal(Cause.NONE, word & forms | site << SITE_SHIFT, word >> _FORM_BITS & last)
+            for word, site in zip(found, sites, strict=True)
+        ]
+        self._differing = self._differing or said
+        return False

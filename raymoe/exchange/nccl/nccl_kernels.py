@@ -1,0 +1,559 @@
+"""The kernels that backends `allgather` and `collective` run around NCCL's collectives: numbering, placing, sums."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass, replace
+from typing import Protocol, TypeAlias
+
+import torch
+
+from raymoe.cuda.gpu import HostWords
+from raymoe.cuda.jit import KernelSource
+from raymoe.cuda.launch import Function, Kernels, Launch, Shape
+from raymoe.cuda.params import Params
+from raymoe.cuda.stream_order import StreamOrder
+from raymoe.exchange.backend import Dispatched, Ids, Tokens
+from raymoe.exchange.nccl import rounds
+from raymoe.exchange.nccl.rounds import DispatchMemory, Sizes
+from raymoe.exchange.peer.kernel_result import keep_for_current_stream
+from raymoe.exchange.refusal import Refusal
+from raymoe.exchange.spec import ExchangeSpec
+from raymoe.memory.layout import ITEM_BYTES, round_up
+from raymoe.memory.world import CLOSING_S, World
+from raymoe.net.nccl import BackgroundWait
+
+# The interfaces that the NCCL backends use: one moves bytes between ranks, the other launches kernels.
+
+Field: TypeAlias = int | torch.Tensor | None
+"""The value of a kernel parameter: a number, a tensor for its address, or None for null."""
+
+
+Lagging: TypeAlias = Callable[[], tuple[int, int, int]]
+"""Names a peer that is late, or any peer if none is: the peer, its count of operations, and this rank's count."""
+
+
+class Rounds(Protocol):
+    """Moves bytes between all ranks of a world, on the current stream. `NcclRounds` does it by NCCL."""
+
+    def all_gather(self, out: torch.Tensor, mine: torch.Tensor) -> None:
+        """Gather `mine` of all ranks into `out`, in rank order. `mine` may be this rank's part of `out`."""
+
+    def exchange(self, receives: Mapping[int, torch.Tensor], sends: Mapping[int, torch.Tensor]) -> None:
+        """Send bytes to, and receive bytes from, each other rank. An empty tensor means no bytes."""
+
+    def wait(self, op: str, is_done: Callable[[], bool], lagging: Lagging | None = None) -> None:
+        """Wait until `is_done`, or raise `PeerTimeout` of the peer that `lagging` names."""
+
+    def wait_for_all(self, op: str) -> None:
+        """Wait for the device, replays on other streams included."""
+
+    def read(self, op: str, memory: torch.Tensor) -> torch.Tensor:
+        """Copy some bytes to the host after the work of the current stream, and wait for that with a limit."""
+
+
+class ReadyKernel(Protocol):
+    """A prepared launch: a call gives only the parameters that changed."""
+
+    def __call__(self, stream: int, **changed: Field) -> None: ...
+
+
+class KernelWords(Protocol):
+    """Words in host memory that kernels write."""
+
+    @property
+    def memory(self) -> Field:
+        """The words, as a kernel parameter."""
+
+    def read(self, first: int, count: int) -> Sequence[int]: ...
+
+
+class Launcher(Protocol):
+    """Launches kernels. `GpuLauncher` does it on a GPU."""
+
+    threads: int
+    """Threads of a block."""
+    sms: int
+
+    def ordered(self, op: str) -> AbstractContextManager[int]:
+        """Order the work that is enqueued inside after the last operation. Yields the current stream."""
+
+    def resident(self, source: KernelSource, shape: Shape) -> int:
+        """The number of blocks of this shape that can be resident at once."""
+
+    def ready(self, source: KernelSource, shape: Shape, params: Params, **memory: Field) -> ReadyKernel:
+        """Prepare a launch. `memory` replaces fields of `params` by addresses."""
+
+    def words(self, count: int) -> KernelWords:
+        """Allocate 64-bit words, zero at first, which live as long as the launcher."""
+
+
+# Launches with tensors as parameters. A call makes no new object.
+
+
+def address(field: Field) -> int:
+    """The value of a field as the kernel gets it.
+
+    >>> address(None), address(7)
+    (0, 7)
+    """
+    return field.data_ptr() if isinstance(field, torch.Tensor) else field or 0
+
+
+class GpuLauncher:
+    """The kernels of a world's GPU, and the order of its NCCL operations on all streams.
+
+    All exchanges of a world share one (`World.shared`).
+    """
+
+    threads = 256
+
+    def __init__(self, world: World) -> None:
+        self._gpu, self._order = world.gpu, StreamOrder(world.gpu)
+        self._kernels = Kernels(world.gpu)
+        self.sms = world.gpu.sms
+        self._words: list[GpuWords] = []
+
+    @contextmanager
+    def ordered(self, op: str) -> Iterator[int]:
+        """Order an operation. One that fails inside is not recorded: its exchange becomes unusable."""
+        # 0 SMs: these kernels wait for no other rank, and NCCL chooses its own SMs.
+        stream, capture = self._order.enter(op, 0)
+        yield stream
+        self._order.leave(stream, capture)
+
+    def resident(self, source: KernelSource, shape: Shape) -> int:
+        return self._kernels.function(source).resident_blocks(shape.threads, shape.shared_bytes)
+
+    def ready(self, source: KernelSource, shape: Shape, params: Params, **memory: Field) -> ReadyLaunch:
+        return ReadyLaunch(self._kernels.function(source), shape, params, memory)
+
+    def words(self, count: int) -> GpuWords:
+        self._words.append(GpuWords(HostWords(self._gpu, count)))
+        return self._words[-1]
+
+    def close(self, together: bool) -> None:  # noqa: ARG002
+        """Close with the world, after all work on its GPU. Where the GPU does not get idle, its memory stays."""
+        if not BackgroundWait(self._gpu.synchronise).done(CLOSING_S):
+            return
+        for words in self._words:
+            words.close()
+        self._order.close()
+        self._kernels.close()
+
+
+class ReadyLaunch(Launch):
+    """A launch whose parameters are packed once. A call sets the fields that changed."""
+
+    def __init__(self, function: Function, shape: Shape, params: Params, memory: dict[str, Field]) -> None:
+        super().__init__(function, shape, params)
+        self._memory = memory  # keeps the tensors alive while their addresses are used
+        for name, field in memory.items():
+            setattr(self.fields, name, address(field))
+
+    def __call__(self, stream: int, **changed: Field) -> None:
+        fields = self.fields
+        for name, field in changed.items():  # `address` inlined, to save a call each
+            setattr(fields, name, field if isinstance(field, int) else 0 if field is None else field.data_ptr())
+        super().__call__(stream)
+
+
+class GpuWords:
+    """Page-locked words that the GPU writes and the host reads."""
+
+    def __init__(self, words: HostWords) -> None:
+        self._words = words
+
+    @property
+    def memory(self) -> int:
+        return self._words.device_address()
+
+    def read(self, first: int, count: int) -> Sequence[int]:
+        found: list[int] = self._words.words[first : first + count]
+        return found
+
+    def close(self) -> None:
+        self._words.close()
+
+
+# The kernels of an exchange.
+#
+# The memory of an exchange is allocated once. A dispatch allocates its results, and one block that its combine reads
+# again (`DispatchMemory`). Every launch is packed once, and a call changes addresses in it.
+
+ENTRIES_A_RUN = 256  # the fewest entries (token, k) that a block counts
+NUMBER_BYTES = 4
+
+
+@dataclass(frozen=True)
+class Blocks:
+    """The memory of an exchange, as rows of bytes.
+
+    A block of a dispatch, or of a combine of compact rows, has T + 1 rows: the extra row makes space for a status
+    after the rows. Without compact rows, a block of a combine has T rows, a status and the numbers of entries, so
+    that it is one message. Combines without numbers send it whole too: all ranks send the same sizes, whichever
+    combine they run.
+    """
+
+    table: torch.Tensor  # [R * T + 1, row_bytes]: rows that arrive, source after source; the last row stays zero
+    packed: torch.Tensor  # [R, T + 1, row_bytes]: rows that a dispatch sends
+    leaving: torch.Tensor  # [R, bytes of a block]: sums that a combine sends
+    returned: torch.Tensor  # [R, bytes of a block]: sums that arrive
+    leaving_numbers: torch.Tensor  # [R, T * K * 4]: a float32 of each entry, that a combine for gradients sends
+    returned_numbers: torch.Tensor  # [R, T * K * 4]: those that arrive
+    skew: int  # bytes that a block of a combine has besides T + 1 rows; below 0: fewer
+
+    @classmethod
+    def of(cls, spec: ExchangeSpec, sizes: Sizes, device: torch.device) -> Blocks:
+        def empty(*shape: int) -> torch.Tensor:
+            return torch.empty(shape, dtype=torch.uint8, device=device)
+
+        rows = sizes.ranks * (spec.tokens + 1)
+        table = torch.zeros(sizes.ranks * spec.tokens + 1, spec.row_bytes, dtype=torch.uint8, device=device)
+        # The rows that a dispatch sends and the sums that a combine sends share memory: they never overlap in time.
+        number_bytes = spec.tokens * spec.topk * NUMBER_BYTES
+        if not sizes.compact:
+            sums = spec.tokens * spec.home_row_bytes + Refusal.NBYTES
+            leaving, returned = (empty(sizes.ranks, sums + round_up(number_bytes, 16)) for _ in range(2))
+            leaving_numbers, returned_numbers = (each[:, sums : sums + number_bytes] for each in (leaving, returned))
+            skew = leaving.shape[1] - (spec.tokens + 1) * spec.home_row_bytes
+            return cls(table, leaving[:0], leaving, returned, leaving_numbers, returned_numbers, skew)
+        memory = empty(rows * max(spec.row_bytes, spec.home_row_bytes))
+        packed = memory[: rows * spec.row_bytes].view(sizes.ranks, spec.tokens + 1, -1)
+        leaving = memory[: rows * spec.home_row_bytes].view(sizes.ranks, -1)
+        leaving_numbers, returned_numbers = (empty(sizes.ranks, number_bytes) for _ in range(2))
+        return cls(table, packed, leaving, torch.empty_like(leaving), leaving_numbers, returned_numbers, skew=0)
+
+
+@dataclass(frozen=True)
+class Kept:
+    """The memory that a dispatch keeps for its combine, and the driver's number of the dispatch's stream."""
+
+    memory: torch.Tensor
+    stream: int | None
+    """None: the memory is kept for the current stream already."""
+
+    def used_on(self, stream: int) -> torch.Tensor:
+        """The memory for work on `stream`, which must be the current one."""
+        if self.stream is not None and stream != self.stream:
+            keep_for_current_stream(self.memory)
+        return self.memory
+
+
+class RoundKernels:
+    """The kernels of one exchange. `compact`: a rank gets only the rows for its experts, one after the other."""
+
+    def __init__(self, world: World, spec: ExchangeSpec, launcher: Launcher, *, compact: bool) -> None:
+        self._spec, self._device, self._launcher = spec, world.device, launcher
+        self._rank, self._size = world.rank, world.size
+        self._capacity = spec.rows(world.size)
+        self._sizes = Sizes(world.size, spec.tokens, spec.topk, spec.local_experts(world.size), compact)
+        self._memory = DispatchMemory.of(self._sizes, world.rank)
+        self._mark: torch.Tensor | None = None
+        with launcher.ordered("exchange"):  # the first operation may be on another stream than the first values
+            self.blocks = Blocks.of(spec, self._sizes, world.device)
+            dtype: torch.dtype = getattr(torch, spec.dtype)
+            self._table = self.blocks.table.view(dtype)
+            self._refused, self._refused_passes = torch.zeros(
+                2, rounds.REFUSED_BYTES, dtype=torch.uint8, device=world.device
+            ).unbind()
+            self._make_numbering()
+            self._make_moving()
+            self._make_sums()
+            self._make_passes()
+
+    def new_memory(self) -> torch.Tensor:
+        """Allocate the memory that a dispatch keeps for its combine."""
+        return self._empty(self._sizes.memory_bytes, torch.uint8)
+
+    def new(self, tokens: Tokens, out: torch.Tensor | None, owner: object) -> Dispatched:
+        """Allocate the result of a dispatch, uninitialised."""
+        return Dispatched(
+            x=self._table if out is None else out,
+            weights=self._empty(self._capacity, torch.float32),
+            expert_offsets=self._empty(self._sizes.local + 1, torch.int32),
+            expert_counts=self._empty(self._sizes.local, torch.int32),
+            index=self._empty(self._capacity, torch.int64) if out is None else None,
+            tokens=tokens.x.shape[0],
+            _home=None,
+            _owner=owner,
+        )
+
+    def rows_of(self, got: Dispatched) -> torch.Tensor:
+        """The rows of a dispatch. With layout rank the table, without its row of zeros."""
+        return got.x if got.index is None else self._table[:-1]
+
+    def metadata(self, kept: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """The memory for all ranks' ids and weights, and this rank's part of it."""
+        each = self._sizes.metadata_bytes
+        return kept[: self._size * each], kept[self._rank * each : (self._rank + 1) * each]
+
+    def write_metadata(
+        self, stream: int, tokens: Tokens, kept: torch.Tensor, forward: torch.Tensor | None = None, site: int = 0
+    ) -> None:
+        """Write this rank's ids and weights into its part of `metadata`.
+
+        In a backward pass `forward` is the memory of the dispatch to which it belongs, and `site` its call site.
+        """
+        self._publish_routing(
+            stream,
+            kept=kept,
+            topk_idx=tokens.topk_idx,
+            topk_weights=tokens.topk_weights,
+            num_tokens=tokens.num_tokens,
+            wide_topk_idx=int(tokens.topk_idx.dtype == torch.int64),
+            given=tokens.x.shape[0],
+            forward=None if forward is None else self._number_of(forward),
+            site=site,
+            mark=self._mark,
+        )
+
+    def mark_passes(self, word: torch.Tensor) -> None:
+        """Invert the bits of `word`, int64[1], in the passes of this rank from now on: see `InsideBackend`."""
+        self._mark = word
+
+    def write_pass(self, stream: int, forward: torch.Tensor, site: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return metadata of a backward pass of known routing, to be gathered: no ids, and the pass of this rank."""
+        self._publish_pass(stream, number=self._number_of(forward), site=site, mark=self._mark)
+        return self._pass_metadata, self._own_pass_metadata
+
+    def compare_passes(self, stream: int, rows: torch.Tensor, kept: torch.Tensor | None = None) -> None:
+        """Fill `rows` with NaN if the passes of all ranks differ: those in `kept`, by default those of `write_pass`."""
+        passes = (self._pass_metadata if kept is None else kept)[self._sizes.metadata_bytes - Refusal.NBYTES :]
+        self._compare_passes(stream, passes=passes, rows=rows, bytes=rows.nbytes)
+
+    def number(self, stream: int, got: Dispatched, kept: torch.Tensor, host_counts: KernelWords | None = None) -> None:
+        """Compute places, counts, offsets, weights and index from all ranks' ids and weights.
+
+        With `host_counts`, also write the number of rows to and from each rank there.
+        """
+        self._count(stream, kept=kept)
+        self._number(
+            stream,
+            kept=kept,
+            out_weights=got.weights,
+            expert_offsets=got.expert_offsets,
+            expert_counts=got.expert_counts,
+            index=got.index,
+            host_counts=None if host_counts is None else host_counts.memory,
+            given=got.tokens,
+        )
+
+    def pack(self, stream: int, tokens: Tokens, kept: torch.Tensor, *, own: bool) -> None:
+        """Copy rows of `x` into the blocks for the other ranks; with `own` also into this rank's block of the table."""
+        self._pack(stream, rows=tokens.x, kept=kept, count=tokens.x.shape[0])
+        if own:
+            self._pack_own(stream, rows=tokens.x, kept=kept, count=tokens.x.shape[0])
+
+    def place(self, stream: int, got: Dispatched, kept: torch.Tensor, own: torch.Tensor | None = None) -> None:
+        """Copy rows of the table to their places. This rank's rows come from `own` if that is given."""
+        zeros = self._spec.padding == "zero"
+        self._place(
+            stream,
+            own=own,
+            own_count=0 if own is None else own.shape[0],
+            kept=kept,
+            out=got.x,
+            expert_offsets=got.expert_offsets if zeros else None,
+            expert_counts=got.expert_counts if zeros else None,
+        )
+
+    def sum_entries(
+        self,
+        stream: int,
+        rows: torch.Tensor,
+        kept: torch.Tensor,
+        weighted: bool,
+        numbers: torch.Tensor | None = None,
+        site: int = 0,
+    ) -> None:
+        """Sum the experts' results of each token into the blocks to send, with this rank's status after each.
+
+        With `numbers`, float32[C], also write the number of each entry into the blocks of numbers.
+        """
+        self._sum_entries(stream, kept=kept, rows=rows, weighted=int(weighted), numbers=numbers, site=site)
+
+    def sum_ranks(
+        self, stream: int, kept: torch.Tensor, y: torch.Tensor, out_numbers: torch.Tensor | None = None
+    ) -> None:
+        """Add the sums that arrived into y, and write the numbers of entries, [T', K]; NaN if the step is refused."""
+        self._sum_ranks(stream, kept=kept, y=y, given=y.shape[0], out_numbers=out_numbers)
+
+    # For gradients: the metadata of a dispatch as one tensor.
+
+    @property
+    def metadata_words(self) -> int:
+        return self._sizes.memory_bytes // 4 + 2 * self._sizes.local + 1
+
+    def packed(self, kept: torch.Tensor, got: Dispatched) -> torch.Tensor:
+        """Join the memory of a dispatch and the offsets and counts of its result."""
+        return torch.cat((kept.view(torch.int32), got.expert_offsets, got.expert_counts))
+
+    def unpacked(self, metadata: torch.Tensor, weights: torch.Tensor, ids: Ids, owner: object) -> Dispatched:
+        """Make the result of a dispatch again, without rows. Its `_home` is `Kept` memory."""
+        keep_for_current_stream(metadata)
+        local = self._sizes.local
+        return Dispatched(
+            x=self._table,
+            weights=weights,
+            expert_offsets=metadata[-2 * local - 1 : -local],
+            expert_counts=metadata[-local:],
+            index=None,
+            tokens=len(ids.topk_idx),
+            _home=Kept(metadata[: self._sizes.memory_bytes // 4].view(torch.uint8), None),
+            _owner=owner,
+        )
+
+    @property
+    def refused_words(self) -> torch.Tensor:
+        """int64 words on the device: 1 where a combine was refused, a spare one, and each rank's status."""
+        return self._refused.view(torch.int64)
+
+    def record_of(self, kept: torch.Tensor) -> torch.Tensor:
+        """The bytes of a dispatch's `DispatchRecord` in its memory."""
+        return kept[self._memory.record :][: rounds.DispatchRecord.nbytes()]
+
+    @property
+    def refused_passes(self) -> torch.Tensor:
+        """The same words for dispatches in backward passes."""
+        return self._refused_passes.view(torch.int64)
+
+    def take_refused(self, read: Callable[[str, torch.Tensor], torch.Tensor]) -> list[Refusal]:
+        """Take the statuses of all ranks in the first refused combine since the last call; empty if there is none.
+
+        `read` copies them to the host, after the work of the stream, as `Rounds.read` does.
+        """
+        return self._take(read, self._refused)
+
+    def take_refused_passes(self, read: Callable[[str, torch.Tensor], torch.Tensor]) -> list[Refusal]:
+        """The same for dispatches in backward passes."""
+        return self._take(read, self._refused_passes)
+
+    def _take(self, read: Callable[[str, torch.Tensor], torch.Tensor], refused: torch.Tensor) -> list[Refusal]:
+        found = read("check", refused).numpy().tobytes()
+        if not any(found[:8]):
+            return []
+        refused.zero_()
+        begin, size = 16, Refusal.NBYTES
+        return [Refusal.unpack(found[begin + rank * size :][:size]) for rank in range(self._size)]
+
+    def _empty(self, count: int, dtype: torch.dtype) -> torch.Tensor:
+        return torch.empty(count, dtype=dtype, device=self._device)
+
+    def _make_numbering(self) -> None:
+        spec, sizes, launcher = self._spec, self._sizes, self._launcher
+        # The words that are kept between dispatches, with the first values of PublishScratch. Filled on the device: a
+        # copy from the host would wait for the stream without a limit.
+        self._publish_scratch = torch.zeros(3, dtype=torch.int64, device=self._device)
+        self._publish_scratch[:1].fill_(-1)
+        entries = sizes.tokens * sizes.topk
+        shape = self._shape(rounds.PUBLISH_ROUTING, -(-entries // launcher.threads))
+        self._publish_routing: ReadyKernel = launcher.ready(
+            rounds.PUBLISH_ROUTING,
+            shape,
+            rounds.PublishRoutingParams(self._memory, experts=spec.experts),
+            scratch=self._publish_scratch,
+        )
+        runs = max(1, min(launcher.sms // sizes.ranks, -(-entries // ENTRIES_A_RUN), sizes.tokens))
+        warps = sizes.numbering_warps(launcher.threads // 32)
+        stats = self._empty(sizes.ranks * runs * sizes.stats_words, torch.int32)
+        blocks, threads = sizes.ranks * runs, warps * 32
+        self._count: ReadyKernel = launcher.ready(
+            rounds.COUNT,
+            Shape(blocks, threads, 4 * sizes.stats_words),
+            rounds.CountParams(self._memory, runs=runs),
+            stats=stats,
+        )
+        params = rounds.NumberParams(
+            self._memory,
+            runs=runs,
+            capacity=self._capacity,
+            alignment=spec.alignment,
+            zero_row=sizes.ranks * sizes.tokens,
+            group=spec.expert_group,
+        )
+        shape = Shape(blocks, threads, sizes.numbering_bytes(warps))
+        self._number: ReadyKernel = launcher.ready(rounds.NUMBER, shape, params, stats=stats)
+
+    def _make_moving(self) -> None:
+        spec, sizes, ready = self._spec, self._sizes, self._launcher.ready
+        pieces = -(-spec.row_bytes // (rounds.VECTOR_BYTES * rounds.SPREAD_VECTORS))
+        base = rounds.SpreadParams(row_bytes=spec.row_bytes, pieces=pieces, experts=sizes.local)
+        tokens = sizes.ranks * sizes.tokens
+        shape = self._shape(rounds.SPREAD, tokens * pieces * 32 // self._launcher.threads + 1)
+        width = sizes.topk
+        place = replace(
+            base,
+            source=self._memory.row_of,
+            to=self._memory.places,
+            count=tokens,
+            stride=width,
+            width=width,
+            own_first=self._rank * sizes.tokens,
+        )
+        self._place: ReadyKernel = ready(rounds.SPREAD, shape, place, rows=self.blocks.table)
+        shape = self._shape(rounds.SPREAD, sizes.tokens * pieces * 32 // self._launcher.threads + 1)
+        home = self._memory.home
+        pack = replace(base, to=home, stride=sizes.ranks, width=sizes.ranks, skip=self._rank)
+        self._pack: ReadyKernel = ready(rounds.SPREAD, shape, pack, out=self.blocks.packed)
+        # `home` counts rows in blocks of T + 1 rows; the table's blocks have T.
+        own = replace(base, to=home + 4 * self._rank, stride=sizes.ranks, width=1, first_row=self._rank)
+        self._pack_own: ReadyKernel = ready(rounds.SPREAD, shape, own, out=self.blocks.table)
+
+    def _make_sums(self) -> None:
+        spec, sizes, ready = self._spec, self._sizes, self._launcher.ready
+        entries, ranks = rounds.sum_sources(spec.dtype, spec.combine_wire)
+        pieces = rounds.sum_pieces(spec.row_bytes, ITEM_BYTES[spec.dtype], ITEM_BYTES[spec.combine_wire])
+        row, wire = spec.row_bytes, spec.home_row_bytes
+        units = sizes.tokens * pieces * 32 // self._launcher.threads + 1
+        blocks = {"skew": self.blocks.skew % 2**32, "number_stride": self.blocks.leaving_numbers.stride(0)}
+        self._sum_entries: ReadyKernel = ready(
+            entries,
+            self._shape(entries, units * sizes.ranks),
+            rounds.SumEntriesParams(self._memory, row_bytes=row, wire_row_bytes=wire, pieces=pieces),
+            leaving=self.blocks.leaving,
+            leaving_numbers=self.blocks.leaving_numbers,
+            **blocks,
+        )
+        self._sum_ranks: ReadyKernel = ready(
+            ranks,
+            self._shape(ranks, units),
+            rounds.SumRanksParams(self._memory, row_bytes=row, wire_row_bytes=wire, pieces=pieces),
+            leaving=self.blocks.leaving,
+            returned=self.blocks.returned,
+            refused=self._refused,
+            leaving_numbers=self.blocks.leaving_numbers,
+            returned_numbers=self.blocks.returned_numbers,
+            **blocks,
+        )
+
+    def _make_passes(self) -> None:
+        sizes, ready = self._sizes, self._launcher.ready
+        each = sizes.metadata_bytes
+        # Ids of NOWHERE: a rank that routes while this one's routing is known gets no row from it.
+        self._pass_metadata = torch.full((sizes.ranks * each,), 0xFF, dtype=torch.uint8, device=self._device)
+        self._own_pass_metadata = self._pass_metadata[self._rank * each : (self._rank + 1) * each]
+        own = self._own_pass_metadata[-Refusal.NBYTES :]
+        begin = rounds.PublishScratch.offsets()["number"] // 8
+        self._publish_pass: ReadyKernel = ready(
+            rounds.PUBLISH_PASS,
+            Shape(1, 32),
+            rounds.PublishPassParams(),
+            into=own,
+            dispatches=self._publish_scratch[begin : begin + 1],
+        )
+        params = rounds.ComparePassesParams(stride=each, ranks=sizes.ranks)
+        shape = self._shape(rounds.COMPARE_PASSES, self._launcher.sms)
+        refused = self._refused_passes
+        self._compare_passes: ReadyKernel = ready(rounds.COMPARE_PASSES, shape, params, refused=refused)
+
+    def _number_of(self, kept: torch.Tensor) -> torch.Tensor:
+        """The number of a dispatch, in its memory."""
+        begin = self._memory.record + rounds.DispatchRecord.offsets()["number"]
+        return kept[begin : begin + 8]
+
+    def _shape(self, source: KernelSource, blocks: int) -> Shape:
+        """A shape with as many blocks as there is work for, limited to those that can be resident at once."""
+        shape = Shape(1, self._launcher.threads)
+        return replace(shape, blocks=max(1, min(blocks, self._launcher.resident(source, shape))))

@@ -1,0 +1,273 @@
+"""Parameters of the kernels of a fused or staged exchange that no call changes: grids, regions and sizes."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from raymoe.cuda.jit import KernelSource
+from raymoe.cuda.structs import Peers
+from raymoe.errors import ConfigError
+from raymoe.exchange.peer import combine, dispatch, dispatch_grid
+from raymoe.exchange.peer.combine import CombineCall, CombineGrid, CombineParams
+from raymoe.exchange.peer.dealing import Dealing
+from raymoe.exchange.peer.dispatch import STAMP_BYTES, DispatchCall, DispatchParams
+from raymoe.exchange.peer.dispatch_grid import DispatchGrid, Rows
+from raymoe.exchange.peer.ll import CombineLlParams, DispatchLlParams, LlGrid, ll_routers
+from raymoe.exchange.peer.workspace import Slots, Workspace, slot_bytes_of
+from raymoe.exchange.spec import ExchangeSpec
+from raymoe.fp8 import FP8
+from raymoe.memory.layout import WORD_STRIDE, round_up
+
+SCALES_ALIGNMENT = 4
+"""Floats: bulk loads of a column of scales begin at multiples of 16 bytes."""
+
+STATIC_SHARED = 1024
+"""Bytes of static shared memory in the kernels, beside the dynamic size at launch, rounded up."""
+
+
+@dataclass(frozen=True)
+class Build:
+    """A spec on a workspace."""
+
+    space: Workspace
+    spec: ExchangeSpec
+    capacity: int
+    local: int
+    """Experts a rank."""
+    fp8: bool
+    raw: bool
+    slot_bytes: int
+    """Bytes of a row of dispatch in its slot, with its stamp if slots have one."""
+    slots: Slots
+    scale_stride: int
+
+    @classmethod
+    def of(cls, space: Workspace, spec: ExchangeSpec) -> Build:
+        ranks = space.world.size
+        space.bounds.check(spec, space.stamped)
+        slot_bytes = slot_bytes_of(spec, space.stamped)
+        capacity = spec.rows(ranks)
+        return cls(
+            space,
+            spec,
+            capacity,
+            spec.local_experts(ranks),
+            spec.dispatch_wire == FP8,
+            spec.output == "raw",
+            slot_bytes,
+            Slots(0, ranks * spec.tokens) if spec.by_copy_engine else Slots.of(space.bounds, slot_bytes, ranks),
+            round_up(capacity, SCALES_ALIGNMENT),
+        )
+
+    @property
+    def rows_region(self) -> str:
+        """The region that holds the slots of dispatch."""
+        return "dispatch_blocks" if self.spec.by_copy_engine else "dispatch_rows"
+
+    def finding_places(self, source: KernelSource) -> KernelSource:
+        """Return the build of a kernel that finds places from counts: for groups of experts if the spec has them."""
+        return dispatch.in_groups(source) if self.spec.expert_group > 1 else source
+
+    def grids(self, sms: int) -> tuple[DispatchGrid, CombineGrid]:
+        """Lay out launches of at most one block on each of `sms` SMs.
+
+        Grids are equal on all ranks, because the reader of a sender warp's words must know the number of these warps.
+        """
+        spec, world = self.spec, self.space.world
+        gpu, retypes = world.gpu, spec.combine_wire != spec.dtype
+        warps = combine.block_warps(gpu.capability, self.space.stamped, retypes)
+        gpus: list[tuple[int, ...]] = world.swap((gpu.shared_bytes, warps), "grids")  # type: ignore[assignment]
+        least_shared, warps = (min(facts) for facts in zip(*gpus, strict=True))
+        room = least_shared - STATIC_SHARED
+        placed = spec.layout == "expert"
+        rows = Rows(
+            self.slot_bytes,
+            spec.row_bytes,
+            spec.tokens,
+            spec.topk,
+            spec.experts,
+            world.size,
+            placed,
+            fp8=self.fp8,
+            dequantised=self.fp8 and placed and not self.raw,
+        )
+        share = combine.local_share(world.size, spec.topk)
+        summing = combine.grid_of(spec.row_bytes, spec.tokens, sms, room, share, warps)
+        return dispatch_grid.grid_of(rows, sms, room), summing
+
+    def view_slots(self) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """View all dispatch slots as rows of this spec, the row of zeros last, and as scales if they have some."""
+        stride, count = self.slot_bytes, self.slots.zero + 1
+        slots = self.space.heap.tensor(self.rows_region)[: count * stride].view(count, stride)
+        dtype: torch.dtype = getattr(torch, self.spec.output_dtype)
+        if not self.raw:
+            return slots[:, : self.spec.row_bytes].view(dtype), None
+        elements, end = self.spec.hidden, self.spec.hidden + 4 * self.spec.scales
+        return slots[:, :elements].view(dtype), slots[:, elements:end].view(torch.float32)
+
+    def dispatch_params(self, grid: DispatchGrid, parts: int) -> DispatchParams:
+        """Return the parameters of a launch of these parts; a call sets the addresses that are 0 here."""
+        space = self.space
+        rows = space.offset(self.rows_region)
+        return DispatchParams(
+            **self._dispatch_call(),
+            rows=(rows, rows + self.slots.buffer_slots * self.slot_bytes),
+            routing_entries=space.buffers("routing_entries"),
+            counts=space.buffers("counts"),
+            passes=space.buffers("passes"),
+            arrivals=space.offset("dispatch_arrivals"),
+            done=space.offset("dispatch_done"),
+            heads=space.offset("dispatch_heads"),
+            taken=space.own("dispatch_taken"),
+            router_words=space.heap.address("router_words"),
+            router_counts=space.heap.address("router_counts"),
+            half_slots=self.slots.buffer_slots,
+            zero_slot=self.slots.zero,
+            slot_bytes=self.slot_bytes,
+            rank_layout=int(self.spec.layout == "rank"),
+            parts=parts,
+            senders=grid.senders,
+            sender_warps=grid.sender_warps,
+            sender_stages=grid.sender_stages,
+            together=grid.together,
+            at_once=0,
+            arrival_stride=round_up(space.bounds.tokens, WORD_STRIDE),
+            routers=grid.routers,
+            placers=grid.placers,
+            placement_warps=grid.placement_warps,
+            placer_stages=grid.placer_stages,
+        )
+
+    def dispatch_ll_params(self, grid: LlGrid, sent: Dealing, placed: Dealing) -> DispatchLlParams:
+        """Return the parameters of a launch for the most tokens of a call.
+
+        A call with fewer tokens sets `routers`, `router_runs` and `sent` for its own number.
+        """
+        space, spec = self.space, self.spec
+        routers, runs = ll_routers(spec.tokens * spec.topk, grid.arriving)
+        return DispatchLlParams(
+            **self._dispatch_call(),
+            rows=space.buffers("ll_dispatch_rows"),
+            routing_entries=space.buffers("ll_routing_entries"),
+            counts=space.buffers("ll_counts"),
+            lines=space.bounds.ll_lines,
+            entries=space.bounds.ll_entries,
+            sent=sent,
+            placed=placed,
+            routers=routers,
+            router_runs=runs,
+            leaving_sms=grid.leaving,
+            arriving_sms=grid.arriving,
+        )
+
+    def combine_params(self, grid: CombineGrid, parts: int, record: int, carries: bool = False) -> CombineParams:
+        """Return the parameters of a launch of these parts; `record` is the address of the host's refusal record.
+
+        With `carries` a number of each entry goes home beside the sums.
+        """
+        space, spec = self.space, self.spec
+        numbers = combine.number_bytes(spec.topk) if carries else 0
+        return CombineParams(
+            **self._combine_call(record),
+            rows=space.buffers("combine_rows"),
+            statuses=space.buffers("statuses"),
+            arrivals=space.offset("combine_arrivals"),
+            done=space.offset("combine_done"),
+            heads=space.offset("combine_heads"),
+            taken=space.own("combine_taken"),
+            numbers=0,
+            numbers_home=0,
+            arrival_stride=space.bounds.pieces,
+            wire_row_bytes=spec.home_row_bytes,
+            slot_bytes=spec.home_row_bytes + numbers + space.stamped * grid.pieces * STAMP_BYTES,
+            parts=parts,
+            local_blocks=grid.local_blocks,
+            local_warps=grid.local_warps,
+            together=grid.together,
+            final_blocks=grid.final_blocks,
+            pieces=grid.pieces,
+            first_token=0,
+            most_tokens=spec.tokens,
+            number_bytes=numbers,
+        )
+
+    def combine_ll_params(self, grid: LlGrid, reduced: Dealing, summed: Dealing, record: int) -> CombineLlParams:
+        """Return the parameters as `dispatch_ll_params` does; a call with fewer tokens sets `summed`."""
+        space = self.space
+        return CombineLlParams(
+            **self._combine_call(record),
+            rows=space.buffers("ll_combine_rows"),
+            statuses=space.buffers("ll_statuses"),
+            lines=space.bounds.ll_lines,
+            reduced=reduced,
+            summed=summed,
+            leaving_sms=grid.leaving,
+            arriving_sms=grid.arriving,
+        )
+
+    def _dispatch_call(self) -> dict[str, Any]:
+        """Return the fields of a DispatchCall; those that a call sets are 0."""
+        space, spec = self.space, self.spec
+        call = DispatchCall(
+            peers=Peers.of(space.bases(), space.world.rank),
+            watch=space.watch,
+            **dict.fromkeys(("x", "x_scales", "topk_idx", "topk_weights", "num_tokens", "out", "scales"), 0),
+            **dict.fromkeys(("out_weights", "expert_offsets", "expert_counts", "index", "home", "masks", "got"), 0),
+            forward=0,
+            mark=0,
+            record=0,
+            trace=space.trace_of("dispatch"),
+            operation=space.own("dispatch"),
+            scratch=space.own("scratch"),
+            wide_topk_idx=0,
+            tokens=0,
+            slot_tokens=spec.tokens,
+            topk=spec.topk,
+            experts=spec.experts,
+            local=self.local,
+            local_inverse=dispatch.local_inverse(self.local),
+            row_bytes=spec.row_bytes,
+            out_row_bytes=spec.hidden if self.raw else spec.row_bytes,
+            hidden=spec.hidden,
+            scale_stride=self.scale_stride,
+            alignment=spec.alignment,
+            capacity=self.capacity,
+            zero_padding=int(spec.padding == "zero"),
+            op=space.error.number("dispatch"),
+            group=spec.expert_group,
+            site=0,
+            unused=0,
+        )
+        return vars(call)
+
+    def _combine_call(self, record: int) -> dict[str, Any]:
+        """Return the fields of a CombineCall; those that a call sets are 0."""
+        space, spec = self.space, self.spec
+        call = CombineCall(
+            peers=Peers.of(space.bases(), space.world.rank),
+            watch=space.watch,
+            **dict.fromkeys(("expert_rows", "home", "masks", "got", "y"), 0),
+            trace=space.trace_of("combine"),
+            operation=space.own("combine"),
+            record=record,
+            slot_tokens=spec.tokens,
+            tokens=0,
+            topk=spec.topk,
+            row_bytes=spec.row_bytes,
+            weighted=0,
+            op=space.error.number("combine"),
+            site=0,
+            unused=0,
+        )
+        return vars(call)
+
+
+def refuse(spec: ExchangeSpec) -> None:
+    """Refuse what these kernels cannot do. All ranks have one spec, so all refuse alike."""
+    if spec.dispatch_wire == FP8 and spec.output != "raw" and spec.layout == "rank":
+        raise ConfigError("layout rank returns the slots, so rows that cross as fp8 stay fp8; set output to raw")
+    if spec.output == "raw" and spec.hidden % 16:
+        raise ConfigError(f"output raw with hidden {spec.hidden}; rows of fp8 need a multiple of 16 elements")

@@ -1,0 +1,107 @@
+"""The result of a dispatch by kernels: one allocation, and tensors over it that are made on first use.
+
+Seven allocations cost more host time than the launch, and so do the tensors. Most callers use one or two of them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from math import prod
+from typing import Self
+
+import torch
+
+from raymoe.exchange.backend import Dispatched
+from raymoe.exchange.peer.dispatch import Got
+from raymoe.memory.layout import ALIGNMENT, round_up
+
+_VIEWS = ("weights", "expert_offsets", "expert_counts", "index")
+"""The arrays that callers see."""
+
+
+class Metadata:
+    """The layout of a dispatch's metadata: where each array begins, the same in every call of an exchange.
+
+    >>> metadata = Metadata({"weights": ((64,), torch.float32), "expert_counts": ((4,), torch.int32)})
+    >>> metadata.at, metadata.nbytes
+    ({'weights': 0, 'expert_counts': 256}, 384)
+    >>> metadata.view(torch.zeros(metadata.nbytes // 4, dtype=torch.int32), "expert_counts").tolist()
+    [0, 0, 0, 0]
+    """
+
+    def __init__(self, arrays: Mapping[str, tuple[tuple[int, ...], torch.dtype]]) -> None:
+        self.arrays = arrays
+        self.at: dict[str, int] = {}
+        end = 0
+        for name in arrays:
+            self.at[name] = end
+            end = round_up(end + self.nbytes_of(name), ALIGNMENT)
+        self.nbytes = end
+
+    @classmethod
+    def of(cls, ranks: int, tokens: int, topk: int, local: int, capacity: int, *, indexed: bool) -> Self:
+        """The layout for these sizes; `indexed` adds the slots of rows."""
+        arrays = {
+            "got": ((Got.nbytes(),), torch.uint8),
+            "home": ((ranks, tokens, topk), torch.int64),  # the place and the weight of each entry of all ranks
+            "masks": ((tokens,), torch.int32),  # the ranks that each token of this rank went to
+            "weights": ((capacity,), torch.float32),
+            "expert_offsets": ((local + 1,), torch.int32),
+            "expert_counts": ((local,), torch.int32),
+        }
+        return cls(arrays | ({"index": ((capacity,), torch.int64)} if indexed else {}))
+
+    def nbytes_of(self, name: str) -> int:
+        shape, dtype = self.arrays[name]
+        return prod(shape) * dtype.itemsize
+
+    def view(self, memory: torch.Tensor, name: str) -> torch.Tensor:
+        """A one-dimensional array of `memory`, which is int32 like most arrays: that saves an operation."""
+        (shape, dtype), begin = self.arrays[name], self.at[name] // 4
+        words = memory[begin : begin + prod(shape) * dtype.itemsize // 4]
+        return words if dtype is torch.int32 else words.view(dtype)
+
+
+@dataclass(slots=True)
+class Home:
+    """The metadata of a dispatch on the device, which its combine reads."""
+
+    memory: torch.Tensor
+    address: int
+    metadata: Metadata
+    stream: int
+    """The driver's number of the dispatch's stream, on which `memory` was allocated."""
+
+
+def keep_for_current_stream(*memory: torch.Tensor | None) -> None:
+    """Keep memory until the work now enqueued on the current stream is done, even if its tensors are freed before.
+
+    Otherwise torch would reuse freed memory at once, for allocations on the stream that it was allocated on. Memory of
+    the current stream itself, and of CPUs, needs nothing. The whole allocation is kept, also for a view.
+    """
+    for each in memory:
+        if each is not None and each.is_cuda:
+            each.record_stream(torch.cuda.current_stream(each.device))
+
+
+class KernelDispatched(Dispatched):
+    """A result whose `weights`, `expert_offsets`, `expert_counts` and `index` are made on first use."""
+
+    @classmethod
+    def over(cls, x: torch.Tensor, scales: torch.Tensor | None, tokens: int, home: Home, owner: object) -> Self:
+        """Make a result over memory in `home`."""
+        got = cls.__new__(cls)  # the dataclass's constructor would need all tensors now
+        got.x, got.scales, got.tokens = x, scales, tokens
+        got._home, got._owner, got.site = home, owner, 0
+        return got
+
+    def __getattr__(self, name: str) -> torch.Tensor | None:
+        """Make a view on first use: Python calls this only for attributes that are not set."""
+        if name not in _VIEWS:
+            raise AttributeError(f"a dispatch's result has no attribute {name!r}")
+        home = self._home
+        assert isinstance(home, Home)
+        view = home.metadata.view(home.memory, name) if name in home.metadata.at else None
+        setattr(self, name, view)
+        return view

@@ -1,0 +1,209 @@
+"""Parameters, sources and grids of kernels/peer/dispatch_ll.cu and combine_ll.cu."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from raymoe.cuda.jit import KernelSource
+from raymoe.cuda.launch import Shape
+from raymoe.cuda.params import ROW_TYPES, U32
+from raymoe.cuda.structs import MAX_RANKS, STRUCTS, Peers
+from raymoe.exchange.peer.combine import CombineCall
+from raymoe.exchange.peer.dealing import Dealing
+from raymoe.exchange.peer.dispatch import (
+    THREADS,
+    WARPS,
+    BufferOffsets,
+    DispatchCall,
+    Got,
+    RefusalRecord,
+    Scratch,
+)
+from raymoe.exchange.peer.trace import traced
+
+LINE_BYTES, LINE_WORDS, GROUP = 128, 15, 4
+"""As in kernels/include/raymoe/peer/ll/lines.cuh."""
+
+BLOCK, BLOCK_WORDS, UNIT_BLOCKS, STAGE_BYTES = 128, 17, 15, 2048
+"""As in kernels/include/raymoe/peer/ll/quantised_rows_ll.cuh."""
+
+
+@dataclass(frozen=True)
+class DispatchLlParams(DispatchCall):
+    """Twin of the struct in kernels/include/raymoe/peer/ll/words_ll.cuh, which describes the fields."""
+
+    rows: BufferOffsets
+    routing_entries: BufferOffsets
+    counts: BufferOffsets
+    lines: U32
+    entries: U32
+    sent: Dealing
+    placed: Dealing
+    routers: U32
+    router_runs: U32
+    leaving_sms: U32
+    arriving_sms: U32
+
+
+@dataclass(frozen=True)
+class CombineLlParams(CombineCall):
+    """Twin of the struct in kernels/include/raymoe/peer/ll/sums_ll.cuh, which describes the fields."""
+
+    rows: BufferOffsets
+    statuses: BufferOffsets
+    lines: U32
+    reduced: Dealing
+    summed: Dealing
+    leaving_sms: U32
+    arriving_sms: U32
+
+
+def dispatch_ll_source(dtype: str = "bfloat16", fp8: bool = False, traces: bool = False) -> KernelSource:
+    """Return the kernel for rows that cross as they are, or for rows of this dtype that cross as 8-bit floats."""
+    structs = (DispatchLlParams, Got, RefusalRecord, Scratch, Peers, *STRUCTS)
+    defines = (("WIRE_FP8", "1"), ("ROW_TYPE", ROW_TYPES[dtype])) if fp8 else ()
+    return KernelSource("peer/dispatch_ll", structs, (*defines, *traced(traces)))
+
+
+def combine_ll_source(dtype: str, traces: bool = False) -> KernelSource:
+    """Return the kernel for rows of this dtype."""
+    structs = (CombineLlParams, RefusalRecord, Peers, *STRUCTS)
+    return KernelSource("peer/combine_ll", structs, (("ROW_TYPE", ROW_TYPES[dtype]), *traced(traces)))
+
+
+def row_lines(row_bytes: int) -> int:
+    """Return the lines of 128 bytes that a row takes, 120 bytes of the row in each.
+
+    >>> row_lines(16), row_lines(120), row_lines(14336)
+    (1, 1, 120)
+    """
+    return -(-(row_bytes // 8) // LINE_WORDS)
+
+
+def quantised_lines(hidden: int) -> int:
+    """Return the lines of a row that crosses as 8-bit floats: 17 words for each 128 elements.
+
+    >>> quantised_lines(128), quantised_lines(15 * 128), quantised_lines(7168)
+    (2, 17, 64)
+    """
+    return row_lines(-(-hidden // BLOCK) * BLOCK_WORDS * 8)
+
+
+@dataclass(frozen=True)
+class LlGrid:
+    """The SMs that work on what leaves this rank, those that work on what arrives, and the blocks of each SM.
+
+    kernels/include/raymoe/peer/ll/roles_ll.cuh assigns blocks accordingly.
+    """
+
+    leaving: int
+    arriving: int
+    rounds: int
+
+    @property
+    def sms(self) -> int:
+        return self.leaving + self.arriving
+
+    def shape(self, shared_bytes: int = 0) -> Shape:
+        return Shape(self.rounds * self.sms, THREADS, shared_bytes)
+
+    def leave(self, groups: int, most: int, tokens: int, peers: int = 1) -> Dealing:
+        """Deal rows of so many groups out to the warps that work on what leaves."""
+        return Dealing.of(groups, most, tokens, peers, self.rounds * self.leaving * WARPS)
+
+    def arrive(self, groups: int, most: int, tokens: int, peers: int = 1) -> Dealing:
+        """Deal rows of so many groups out to the warps that work on what arrives."""
+        return Dealing.of(groups, most, tokens, peers, self.rounds * self.arriving * WARPS)
+
+    @classmethod
+    def of(cls, leaving: int, arriving: int, most_leaving: int, sms: int, rounds: int) -> LlGrid:
+        """Lay out so many warps of work in each direction on at most `sms` SMs.
+
+        If they do not fit, SMs have `rounds` blocks each, and at most `most_leaving` SMs work on what leaves.
+
+        >>> LlGrid.of(leaving=30, arriving=120, most_leaving=44, sms=132, rounds=2)
+        LlGrid(leaving=4, arriving=15, rounds=1)
+        >>> LlGrid.of(leaving=3840, arriving=15360, most_leaving=44, sms=132, rounds=2)
+        LlGrid(leaving=44, arriving=88, rounds=2)
+        """
+        first, second = max(1, -(-leaving // WARPS)), max(1, -(-arriving // WARPS))
+        if first + second <= sms:
+            return cls(first, second, 1)
+        first = max(1, min(first, most_leaving, sms - 1))
+        return cls(first, sms - first, rounds)
+
+
+def dispatch_ll_grid(units: int, tokens: int, ranks: int, sms: int, rounds: int, fp8: bool = False) -> LlGrid:
+    """Lay out a dispatch of rows of so many units; a unit is one warp's work.
+
+    >>> dispatch_ll_grid(30, tokens=1, ranks=4, sms=132, rounds=2)
+    LlGrid(leaving=4, arriving=16, rounds=1)
+    >>> dispatch_ll_grid(30, tokens=128, ranks=4, sms=132, rounds=2)
+    LlGrid(leaving=24, arriving=108, rounds=2)
+    >>> dispatch_ll_grid(30, tokens=1024, ranks=4, sms=132, rounds=2)
+    LlGrid(leaving=34, arriving=98, rounds=2)
+    """
+    arriving = max(tokens * ranks * units, WARPS * min(LEAST_PLACERS, sms - 1))
+    senders = SENDERS_OF_MORE if tokens > SENDERS_TOKENS else QUANTISERS if fp8 else SENDERS
+    return LlGrid.of(tokens * units, arriving, sms * senders // SMS, sms, rounds)
+
+
+def combine_ll_grid(units: int, tokens: int, ranks: int, sms: int, rounds: int) -> LlGrid:
+    """Lay out a combine likewise. The work on what arrives is one row of y for each token, for all ranks together.
+
+    >>> combine_ll_grid(30, tokens=1, ranks=4, sms=132, rounds=2)
+    LlGrid(leaving=12, arriving=4, rounds=1)
+    >>> combine_ll_grid(30, tokens=128, ranks=4, sms=132, rounds=2)
+    LlGrid(leaving=55, arriving=77, rounds=2)
+    """
+    return LlGrid.of(tokens * (ranks - 1) * units, tokens * units, sms * LOCAL_SMS // SMS, sms, rounds)
+
+
+def ll_routers(entries: int, arriving: int) -> tuple[int, int]:
+    """Return the blocks that route before they place, and the runs of 32 entries of each.
+
+    Each router counts the entries before its runs itself.
+
+    >>> ll_routers(8, arriving=15), ll_routers(1024, arriving=88), ll_routers(8192, arriving=98)
+    ((1, 1), (32, 1), (86, 3))
+    """
+    runs = max(1, -(-entries // 32))
+    each = -(-runs // arriving)
+    return -(-runs // each), each
+
+
+SENDERS, QUANTISERS, LOCAL_SMS, SMS, ROUNDS = 24, 20, 55, 132, 2
+"""The most SMs of SMS that work on what leaves, and the blocks of each SM. A dispatch of 128 tokens of 7168 bfloat16
+took 23.1 us with 16 senders, 22.6 with 20, 22.4 with 24, 22.7 with 28, 22.4 with 33, 24.0 with 48. A combine took 23.8
+with 44 SMs for the local reduction, 23.4 with 55, 60 and 66. As 8-bit floats a dispatch took 17.2 with 16 senders, 16.6
+with 20, 16.8 with 24, 16.5 with 28, 16.7 with 32 (4x H200, cold L2 cache, 2026-11-22)."""
+
+SENT, PLACED, REDUCED, SUMMED = 6, 5, 4, 2
+"""Groups of lines that a warp has in flight: as in kernels/include/raymoe/peer/ll/rows_ll.cuh and sums_ll.cuh."""
+
+SENDERS_TOKENS, SENDERS_OF_MORE = 128, 34
+"""1024 tokens of 7168 bfloat16 took 75 us with 24 senders, 73 with 28, 71 with 32, 69 with 36, 75 with 44 (2x H200,
+cold L2 cache, 2026-11-22)."""
+
+LEAST_PLACERS = 16
+"""Placers also fill the gaps of experts, a warp each. One token took 7.3 us with 16, 7.3 with 64, 7.5 with 100; as
+8-bit floats 8.3, 8.5 and 8.5 (4x H200, cold L2 cache, 2026-11-22). With 4 it took 10.9 us instead of 10.3 (2x H200, the
+day before)."""
+
+
+def row_units(row_bytes: int, hidden: int, fp8: bool) -> int:
+    """Return the most units of a row, each the least that a warp moves.
+
+    >>> row_units(14336, 7168, fp8=False), row_units(14336, 7168, fp8=True)
+    (30, 4)
+    """
+    return -(-hidden // (UNIT_BLOCKS * BLOCK)) if fp8 else -(-row_lines(row_bytes) // GROUP)
+
+
+def ll_shared_bytes(experts: int, fp8: bool = False) -> int:
+    """Return the shared memory of a placing block; if rows cross as 8-bit floats, each warp has a stage in it too.
+
+    >>> ll_shared_bytes(256), ll_shared_bytes(256, fp8=True)
+    (2112, 18496)
+    """
+    return -(-(2 * experts + MAX_RANKS) * 4 // 16) * 16 + fp8 * WARPS * STAGE_BYTES

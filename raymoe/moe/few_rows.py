@@ -1,0 +1,125 @@
+"""Launch kernels/moe/few_rows.cu, which multiplies the few rows of each expert while its weights come from memory."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from raymoe.cuda.jit import KernelSource
+from raymoe.cuda.params import U32, Address, Params
+from raymoe.errors import ConfigError
+from raymoe.rows.kernels import takes
+from raymoe.rows.pipe_launch import KernelCall, Prepared, device_of
+from raymoe.rows.pipe_tensors import ALIGNMENT
+
+WARPS, BLOCKS_OF_SM = 8, 2
+STEP = 32
+"""Columns are a multiple of it."""
+
+
+@dataclass(frozen=True)
+class FewRowsParams(Params):
+    """The parameters of kernels/moe/few_rows.cu."""
+
+    x: Address
+    weight: Address
+    expert_offsets: Address
+    expert_counts: Address
+    y: Address
+    experts: U32
+    outputs: U32
+    columns: U32
+    unused: U32 = 0
+
+
+@dataclass(slots=True)
+class FewRows:
+    """x[C, K], weight[L, N, K] and y[C, N] of bfloat16, contiguous; the offsets are int32[L + 1], the counts int32[L].
+
+    `gated`: weight[L, 2N, K] is gate and up, and y is SwiGLU of the two products.
+    """
+
+    x: torch.Tensor
+    weight: torch.Tensor
+    expert_offsets: torch.Tensor
+    expert_counts: torch.Tensor
+    y: torch.Tensor
+    gated: bool = False
+
+
+def outputs_of_tile(gated: bool) -> int:
+    """The outputs of a warp's tile, which divide N."""
+    return 8 if gated else 16
+
+
+def source_of(gated: bool) -> KernelSource:
+    return KernelSource("moe/few_rows", (FewRowsParams,), (("GATED_ROWS", "1"),) if gated else ())
+
+
+def few_rows_call(call: FewRows) -> KernelCall:
+    """The kernel, shape and parameters of `few_rows`."""
+    experts, rows, columns = call.weight.shape
+    outputs = rows // 2 if call.gated else rows
+    each = outputs_of_tile(call.gated)
+    if columns % STEP or outputs % each:
+        raise ConfigError(
+            f"{outputs} outputs of {columns} columns for few rows; the kernel takes multiples of {each} outputs and "
+            f"{STEP} columns"
+        )
+    for name, tensor in (("x", call.x), ("weight", call.weight)):
+        if tensor.data_ptr() % ALIGNMENT:
+            raise ConfigError(f"few rows: {name} does not begin at a multiple of {ALIGNMENT} bytes: call .clone()")
+    params = FewRowsParams(
+        x=call.x.data_ptr(),
+        weight=call.weight.data_ptr(),
+        expert_offsets=call.expert_offsets.data_ptr(),
+        expert_counts=call.expert_counts.data_ptr(),
+        y=call.y.data_ptr(),
+        experts=experts,
+        outputs=outputs,
+        columns=columns,
+    )
+    tiles = 0 if len(call.x) == 0 else experts * outputs // each
+    return KernelCall(source_of(call.gated), 32 * WARPS, 4 * (experts + 1), params, tiles, WARPS, BLOCKS_OF_SM)
+
+
+def few_rows(call: FewRows) -> None:
+    """Launch kernels/moe/few_rows.cu on the current stream."""
+    x, weight = call.x, call.weight
+    kind = "few_rows", call.gated, weight.shape
+    device = device_of(x.get_device())
+    prepared = device.find(kind, 0)
+    addresses = [x.data_ptr(), weight.data_ptr()]
+    if prepared is None or any(address % ALIGNMENT for address in addresses):
+        made = few_rows_call(call)
+        if not made.tiles:
+            return
+        prepared = Prepared(device, made, None, FEW_ROWS)
+        device.keep(kind, 0, made.breaks, prepared)
+    addresses += (call.expert_offsets.data_ptr(), call.expert_counts.data_ptr(), call.y.data_ptr())
+    prepared(prepared.call.tiles if len(x) else 0, addresses)
+
+
+FEW_ROWS = ("x", "weight", "expert_offsets", "expert_counts", "y")
+"""The parameters that each call sets."""
+
+
+def multiplies_few_rows(x: torch.Tensor, gate_up: torch.Tensor, down: torch.Tensor) -> bool:
+    """Whether the kernel computes both products of these experts."""
+    sizes = gate_up.shape[2] % STEP == 0 and down.shape[2] % STEP == 0
+    sizes = sizes and down.shape[1] % outputs_of_tile(gated=False) == 0
+    fit = all(
+        each.dtype == torch.bfloat16 and each.is_contiguous() and each.data_ptr() % ALIGNMENT == 0
+        for each in (x, gate_up, down)
+    )
+    return sizes and fit and takes(x)
+
+
+def multiply_few_rows(
+    x: torch.Tensor, weight: torch.Tensor, offsets: torch.Tensor, counts: torch.Tensor, *, gated: bool
+) -> torch.Tensor:
+    """Multiply each expert's rows by its weight; `gated`: SwiGLU of the products by gate and up."""
+    y = x.new_empty(len(x), weight.shape[1] // (2 if gated else 1))
+    few_rows(FewRows(x, weight, offsets, counts, y, gated))
+    return y

@@ -1,0 +1,374 @@
+"""RMSNorm, add + RMSNorm and LayerNorm over rows, with gradients.
+
+Sums are float32 and each result is rounded once. A backward computes the statistics of the rows again: it reads the
+rows in any case. The functions are `torch.library` operators for torch.compile and other onlookers; `direct.py` says
+when they compute without.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Unpack, overload
+
+import torch
+from torch import Tensor
+
+import raymoe.rows.formulas as formulas
+import raymoe.rows.kernels as kernels
+from raymoe.errors import ConfigError
+from raymoe.rows.arguments import (
+    Plain,
+    Quantised,
+    ResultForm,
+    check_like,
+    check_rows,
+    check_vector,
+    form_of,
+    refuse_gradient,
+)
+from raymoe.rows.direct import Computation, backward_directly, directly, needs_gradient
+from raymoe.rows.quantised import quantised
+from raymoe.rows.results import new_like, new_quantised, new_total
+
+# The functions.
+
+
+@overload
+def rms_norm(x: Tensor, weight: Tensor, eps: float = ..., **options: Unpack[Plain]) -> Tensor: ...
+@overload
+def rms_norm(x: Tensor, weight: Tensor, eps: float = ..., **options: Unpack[Quantised]) -> tuple[Tensor, Tensor]: ...
+def rms_norm(x: Tensor, weight: Tensor, eps: float = 1e-6, **options: Any) -> Tensor | tuple[Tensor, Tensor]:
+    """Divide each row of x[..., H] by the root of the mean of its squares, and multiply it by weight[H].
+
+    With `output="float8_e4m3"` the result is (values, scales); `Quantised` has the options. Such a call has no
+    gradient.
+
+    >>> rms_norm(torch.tensor([[3.0, -4.0]]), torch.tensor([1.0, 2.0]), eps=0.0)
+    tensor([[ 0.8485, -2.2627]])
+    """
+    form = form_of(options)
+    _check("rms_norm", x, eps, form, weight=weight)
+    if form.quantised:
+        refuse_gradient("rms_norm", x, weight)
+        compute = _compute_rms_norm_fp8 if directly(x, weight) else _rms_norm_fp8
+        values, scales, _ = compute(x, None, weight, eps, form.column, form.sms)
+        return values, scales
+    y: Tensor
+    if not directly(x, weight):
+        y = _rms_norm(x, None, weight, eps, form.sms)[0]
+    elif needs_gradient(x, weight):
+        y = _RmsNorm.of(x, weight, eps, form.sms)
+    else:
+        y = _plain_rms_norm(x, weight, eps, form.sms)
+    return y
+
+
+@overload
+def add_rms_norm(
+    x: Tensor, residual: Tensor, weight: Tensor, eps: float = ..., **options: Unpack[Plain]
+) -> tuple[Tensor, Tensor]: ...
+@overload
+def add_rms_norm(
+    x: Tensor, residual: Tensor, weight: Tensor, eps: float = ..., **options: Unpack[Quantised]
+) -> tuple[tuple[Tensor, Tensor], Tensor]: ...
+def add_rms_norm(
+    x: Tensor, residual: Tensor, weight: Tensor, eps: float = 1e-6, **options: Any
+) -> tuple[Tensor | tuple[Tensor, Tensor], Tensor]:
+    """Return `rms_norm(x + residual, weight)` and `x + residual`. The norm is that of the rounded sum.
+
+    With `output="float8_e4m3"` the first of the two is a pair (values, scales).
+
+    >>> y, total = add_rms_norm(torch.ones(1, 2), torch.ones(1, 2), torch.ones(2), eps=0.0)
+    >>> y, total
+    (tensor([[1., 1.]]), tensor([[2., 2.]]))
+    """
+    form = form_of(options)
+    _check("add_rms_norm", x, eps, form, weight=weight)
+    check_like("add_rms_norm", "residual", residual, x, x.shape)
+    if form.quantised:
+        refuse_gradient("add_rms_norm", x, residual, weight)
+        compute = _compute_rms_norm_fp8 if directly(x, residual, weight) else _rms_norm_fp8
+        values, scales, total = compute(x, residual, weight, eps, form.column, form.sms)
+        return (values, scales), total
+    if not directly(x, residual, weight):
+        y, total = _rms_norm(x, residual, weight, eps, form.sms)
+    elif needs_gradient(x, residual, weight):
+        y, total = _AddRmsNorm.of(x, residual, weight, eps, form.sms)
+    else:
+        y, total = _compute_rms_norm(x, residual, weight, eps, form.sms)
+    return y, total
+
+
+@overload
+def layer_norm(x: Tensor, weight: Tensor, bias: Tensor, eps: float = ..., **options: Unpack[Plain]) -> Tensor: ...
+@overload
+def layer_norm(
+    x: Tensor, weight: Tensor, bias: Tensor, eps: float = ..., **options: Unpack[Quantised]
+) -> tuple[Tensor, Tensor]: ...
+def layer_norm(
+    x: Tensor, weight: Tensor, bias: Tensor, eps: float = 1e-5, **options: Any
+) -> Tensor | tuple[Tensor, Tensor]:
+    """Subtract the mean of each row of x[..., H], divide by its deviation, multiply by weight[H] and add bias[H].
+
+    >>> layer_norm(torch.tensor([[1.0, 3.0]]), torch.tensor([1.0, 2.0]), torch.tensor([0.0, 5.0]), eps=0.0)
+    tensor([[-1.,  7.]])
+    """
+    form = form_of(options)
+    _check("layer_norm", x, eps, form, weight=weight, bias=bias)
+    if bias.dtype != weight.dtype:
+        raise ConfigError(f"layer_norm: bias is {bias.dtype} and weight is {weight.dtype}; they have one dtype")
+    if form.quantised:
+        refuse_gradient("layer_norm", x, weight, bias)
+        compute = _compute_layer_norm_fp8 if directly(x, weight, bias) else _layer_norm_fp8
+        pair: tuple[Tensor, Tensor] = compute(x, weight, bias, eps, form.column, form.sms)
+        return pair
+    y: Tensor
+    if not directly(x, weight, bias):
+        y = _layer_norm(x, weight, bias, eps, form.sms)
+    elif needs_gradient(x, weight, bias):
+        y = _LayerNorm.of(x, weight, bias, eps, form.sms)
+    else:
+        y = _compute_layer_norm(x, weight, bias, eps, form.sms)
+    return y
+
+
+def _check(op: str, x: Tensor, eps: float, form: ResultForm, **vectors: Tensor) -> None:
+    check_rows(op, "x", x)
+    for name, vector in vectors.items():
+        check_vector(op, name, vector, x)
+    if not eps >= 0:
+        raise ConfigError(f"{op}: eps is {eps}; it is 0 or more")
+    if form.column:
+        check_columns(op, x, form)
+
+
+def check_columns(op: str, x: Tensor, form: ResultForm) -> None:
+    """Raise if scales by column are asked for rows that have no single dimension."""
+    if form.column and x.dim() != 2:
+        raise ConfigError(f"{op}: x has shape {list(x.shape)}; scales by column need [T, H]: call .flatten(0, -2)")
+
+
+# RMSNorm. Without a residual, `total` is empty: an operator may not return its input.
+
+
+def _plain_rms_norm(x: Tensor, weight: Tensor, eps: float, sms: int | None) -> Tensor:
+    if kernels.takes(x):
+        return kernels.plain_rms_norm(x, weight, eps, kernels.limits_of(sms))
+    return new_like(x).copy_(formulas.rms_norm(x, weight, eps))
+
+
+def _compute_rms_norm(
+    x: Tensor, residual: Tensor | None, weight: Tensor, eps: float, sms: int | None
+) -> tuple[Tensor, Tensor]:
+    """Return y and total."""
+    if kernels.takes(x):
+        return kernels.rms_norm(x, residual, weight, eps, kernels.limits_of(sms))
+    rows, total = _summed(x, residual)
+    return new_like(x).copy_(formulas.rms_norm(rows, weight, eps)), total
+
+
+def _summed(x: Tensor, residual: Tensor | None) -> tuple[Tensor, Tensor]:
+    """Return the rows to normalise, and total."""
+    if residual is None:
+        return x, x.new_empty(0)
+    total = new_like(x).copy_(x.float() + residual.float())
+    return total, total
+
+
+_rms_norm = torch.library.custom_op("raymoe::rms_norm", _compute_rms_norm, mutates_args=())
+
+
+@_rms_norm.register_fake
+def _(x: Tensor, residual: Tensor | None, *_: object) -> tuple[Tensor, Tensor]:
+    return new_like(x), new_total(x, residual)
+
+
+def _compute_rms_norm_backward(
+    dy: Tensor,
+    dtotal: Tensor | None,
+    rows: Tensor,
+    weight: Tensor,
+    eps: float,
+    sms: int | None,
+) -> tuple[Tensor, Tensor]:
+    """Return the gradients of the normalised rows and of the weight. `dtotal` is added to the first."""
+    if kernels.takes(rows):
+        return kernels.rms_norm_backward(dy, dtotal, rows, weight, eps, kernels.limits_of(sms))
+    drows, dweight = formulas.rms_norm_backward(dy, rows, weight, eps)
+    if dtotal is not None:
+        drows = drows + dtotal.float()
+    return new_like(rows).copy_(drows), dweight.to(weight.dtype)
+
+
+_rms_norm_backward = torch.library.custom_op("raymoe::rms_norm_backward", _compute_rms_norm_backward, mutates_args=())
+
+
+@_rms_norm_backward.register_fake
+def _(_dy: Tensor, _dtotal: Tensor | None, rows: Tensor, weight: Tensor, *_: object) -> tuple[Tensor, Tensor]:
+    return new_like(rows), new_like(weight)
+
+
+def _keep_rms_norm(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+    x, residual, weight, ctx.eps, ctx.sms = inputs
+    ctx.added = residual is not None
+    ctx.save_for_backward(output[1] if ctx.added else x, weight)
+    ctx.set_materialize_grads(False)
+
+
+def _differentiate_rms_norm(ctx: Any, dy: Tensor | None, dtotal: Tensor | None) -> tuple[Any, ...]:
+    dtotal = dtotal if ctx.added else None
+    if dy is None:
+        return dtotal, dtotal, None, None, None
+    rows, weight = ctx.saved_tensors
+    drows, dweight = _rms_norm_gradients(dy, dtotal, rows, weight, ctx.eps, ctx.sms)
+    return drows, drows if ctx.added else None, dweight, None, None
+
+
+def _rms_norm_gradients(
+    dy: Tensor, dtotal: Tensor | None, rows: Tensor, weight: Tensor, eps: float, sms: int | None
+) -> tuple[Tensor, Tensor]:
+    outgoing = (dy,) if dtotal is None else (dy, dtotal)
+    direct = backward_directly(*outgoing, rows, weight)
+    compute = _compute_rms_norm_backward if direct else _rms_norm_backward
+    gradients: tuple[Tensor, Tensor] = compute(dy, dtotal, rows, weight, eps, sms)
+    return gradients
+
+
+_rms_norm.register_autograd(_differentiate_rms_norm, setup_context=_keep_rms_norm)
+
+
+class _RmsNorm(Computation):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, eps: float, sms: int | None) -> Tensor:
+        ctx.save_for_backward(x, weight)
+        ctx.eps, ctx.sms = eps, sms
+        return _plain_rms_norm(x, weight, eps, sms)
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor) -> tuple[Any, ...]:
+        x, weight = ctx.saved_tensors
+        return *_rms_norm_gradients(dy, None, x, weight, ctx.eps, ctx.sms), None, None
+
+
+class _AddRmsNorm(Computation):
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, residual: Tensor, weight: Tensor, eps: float, sms: int | None
+    ) -> tuple[Tensor, Tensor]:
+        results = _compute_rms_norm(x, residual, weight, eps, sms)
+        _keep_rms_norm(ctx, (x, residual, weight, eps, sms), results)
+        return results
+
+    backward = staticmethod(_differentiate_rms_norm)
+
+
+def _compute_rms_norm_fp8(
+    x: Tensor,
+    residual: Tensor | None,
+    weight: Tensor,
+    eps: float,
+    column: bool,
+    sms: int | None,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return values, scales and total."""
+    if kernels.takes(x):
+        return kernels.rms_norm_fp8(x, residual, weight, eps, column, kernels.limits_of(sms))
+    rows, total = _summed(x, residual)
+    return *quantised(formulas.rms_norm(rows, weight, eps), column), total
+
+
+_rms_norm_fp8 = torch.library.custom_op("raymoe::rms_norm_fp8", _compute_rms_norm_fp8, mutates_args=())
+
+
+@_rms_norm_fp8.register_fake
+def _(
+    x: Tensor, residual: Tensor | None, _weight: Tensor, _eps: float, column: bool, *_: object
+) -> tuple[Tensor, Tensor, Tensor]:
+    return *new_quantised(x.shape, x.device, column), new_total(x, residual)
+
+
+# LayerNorm.
+
+
+def _compute_layer_norm(x: Tensor, weight: Tensor, bias: Tensor, eps: float, sms: int | None) -> Tensor:
+    if kernels.takes(x):
+        return kernels.layer_norm(x, weight, bias, eps, kernels.limits_of(sms))
+    return new_like(x).copy_(formulas.layer_norm(x, weight, bias, eps))
+
+
+_layer_norm = torch.library.custom_op("raymoe::layer_norm", _compute_layer_norm, mutates_args=())
+
+
+@_layer_norm.register_fake
+def _(x: Tensor, *_: object) -> Tensor:
+    return new_like(x)
+
+
+def _compute_layer_norm_backward(
+    dy: Tensor,
+    x: Tensor,
+    weight: Tensor,
+    eps: float,
+    sms: int | None,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return the gradients of x, weight and bias."""
+    if kernels.takes(x):
+        return kernels.layer_norm_backward(dy, x, weight, eps, kernels.limits_of(sms))
+    dx, dweight, dbias = formulas.layer_norm_backward(dy, x, weight, eps)
+    return new_like(x).copy_(dx), dweight.to(weight.dtype), dbias.to(weight.dtype)
+
+
+_layer_norm_backward = torch.library.custom_op(
+    "raymoe::layer_norm_backward", _compute_layer_norm_backward, mutates_args=()
+)
+
+
+@_layer_norm_backward.register_fake
+def _(_dy: Tensor, x: Tensor, weight: Tensor, *_: object) -> tuple[Tensor, Tensor, Tensor]:
+    return new_like(x), new_like(weight), new_like(weight)
+
+
+def _keep_layer_norm(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:  # noqa: ARG001  (torch gives it by name)
+    x, weight, _, ctx.eps, ctx.sms = inputs
+    ctx.save_for_backward(x, weight)
+
+
+def _differentiate_layer_norm(ctx: Any, dy: Tensor) -> tuple[Any, ...]:
+    x, weight = ctx.saved_tensors
+    direct = backward_directly(dy, x, weight)
+    compute = _compute_layer_norm_backward if direct else _layer_norm_backward
+    return *compute(dy, x, weight, ctx.eps, ctx.sms), None, None
+
+
+_layer_norm.register_autograd(_differentiate_layer_norm, setup_context=_keep_layer_norm)
+
+
+class _LayerNorm(Computation):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor, eps: float, sms: int | None) -> Tensor:
+        ctx.save_for_backward(x, weight)
+        ctx.eps, ctx.sms = eps, sms
+        return _compute_layer_norm(x, weight, bias, eps, sms)
+
+    backward = staticmethod(_differentiate_layer_norm)
+
+
+def _compute_layer_norm_fp8(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor,
+    eps: float,
+    column: bool,
+    sms: int | None,
+) -> tuple[Tensor, Tensor]:
+    """Return values and scales."""
+    if kernels.takes(x):
+        return kernels.layer_norm_fp8(x, weight, bias, eps, column, kernels.limits_of(sms))
+    return quantised(formulas.layer_norm(x, weight, bias, eps), column)
+
+
+_layer_norm_fp8 = torch.library.custom_op("raymoe::layer_norm_fp8", _compute_layer_norm_fp8, mutates_args=())
+
+
+@_layer_norm_fp8.register_fake
+def _(x: Tensor, _weight: Tensor, _bias: Tensor, _eps: float, column: bool, *_: object) -> tuple[Tensor, Tensor]:
+    return new_quantised(x.shape, x.device, column)

@@ -1,0 +1,121 @@
+"""configs/ and kernels/ are packaged; configs are found by name from a wheel, this installation and a bare tree."""
+
+import os
+import shutil
+import subprocess
+import sys
+import tarfile
+import tomllib
+import zipfile
+from pathlib import Path
+
+import pytest
+
+import raymoe
+from tests.python_path import REPOSITORY
+
+ROOT = REPOSITORY
+TYPING = ("raymoe/py.typed", "raymoe/__init__.pyi")  # a type checker reads annotations only if py.typed exists
+BESIDE = ("configs", "jobs", "kernels")  # beside raymoe/ in the sources, inside it in a wheel
+
+
+def sources(folder: str) -> list[Path]:
+    return sorted(path.relative_to(ROOT) for path in (ROOT / folder).rglob("*") if path.is_file())
+
+
+@pytest.fixture(scope="module")
+def wheel(tmp_path_factory) -> Path:
+    """A wheel, built without network: hatchling is among the `dev` extras."""
+    out = tmp_path_factory.mktemp("wheel")
+    command = [sys.executable, "-m", "pip", "wheel", "--quiet", "--no-deps", "--no-build-isolation", "--no-index"]
+    done = subprocess.run([*command, "--wheel-dir", str(out), str(ROOT)], capture_output=True, text=True, timeout=100)
+    assert done.returncode == 0, done.stderr
+    return next(out.glob("*.whl"))
+
+
+def test_wheel_holds_the_package_and_nothing_else(wheel):
+    names = zipfile.ZipFile(wheel).namelist()
+    assert {name.split("/")[0] for name in names} == {"raymoe", f"raymoe-{raymoe.__version__}.dist-info"}
+    for folder in BESIDE:
+        for path in sources(folder):
+            assert f"raymoe/{path}" in names
+    for path in (*sources("raymoe"), *map(Path, TYPING)):
+        assert str(path) in names or "__pycache__" in path.parts
+    assert f"raymoe-{raymoe.__version__}.dist-info/licenses/LICENSE" in names
+
+
+def test_sdist_holds_what_type_checkers_read(tmp_path):
+    command = [sys.executable, "-m", "hatchling", "build", "--target", "sdist", "--directory", str(tmp_path)]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=100)
+    assert done.returncode == 0, done.stderr
+    with tarfile.open(next(tmp_path.glob("*.tar.gz"))) as archive:
+        names = {name.partition("/")[2] for name in archive.getnames()}
+    assert {*TYPING, "examples/channel.py", "docs/library.md", "jobs/quickstart.yaml", "pyproject.toml"} <= names
+
+
+def test_wheel_declares_the_command_and_its_dependencies(wheel):
+    archive = zipfile.ZipFile(wheel)
+    info = f"raymoe-{raymoe.__version__}.dist-info"
+    assert "raymoe = raymoe.__main__:main" in archive.read(f"{info}/entry_points.txt").decode()
+    metadata = archive.read(f"{info}/METADATA").decode()
+    needs = [line.partition(": ")[2] for line in metadata.splitlines() if line.startswith("Requires-Dist: ")]
+    needs = [need for need in needs if "extra ==" not in need]
+    assert {need.partition(">")[0].split("<")[0] for need in needs} == {
+        *("ray[default]", "torch", "cuda-python", "pyyaml", "pydantic", "typer", "rich", "matplotlib", "numpy"),
+        "cuda-core",
+    }
+    assert "Requires-Python: >=3.11" in metadata
+
+
+def validate(path: Path | None, folder: Path) -> None:
+    """Run `raymoe validate quickstart` in `folder`, with the package from `path` (None: this installation).
+
+    Then print the line of the packaged job of the same name.
+    """
+    program = (
+        "import sys, raymoe.cli; print(raymoe.__file__); code = raymoe.cli.main(['validate', 'quickstart'])\n"
+        "sys.exit(code or raymoe.cli.main(['submit', 'quickstart', '--dry-run', '--address', 'http://h:1']))"
+    )
+    environment = {**os.environ, "PYTHONPATH": str(path or "")}
+    done = subprocess.run(
+        [sys.executable, "-c", program], cwd=folder, env=environment, capture_output=True, text=True, timeout=60
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.startswith(str(path or ROOT)), "the loaded raymoe is not the one under test"
+
+
+def test_configs_are_found_from_a_wheel(wheel, tmp_path):
+    site = tmp_path / "site-packages"
+    zipfile.ZipFile(wheel).extractall(site)
+    validate(site, tmp_path)
+
+
+def test_configs_are_found_from_a_bare_source_tree(tmp_path):
+    tree = tmp_path / "tree"
+    for folder in ("raymoe", "configs", "jobs"):
+        shutil.copytree(ROOT / folder, tree / folder, ignore=shutil.ignore_patterns("__pycache__"))
+    shutil.copy(ROOT / "pyproject.toml", tree)  # it marks a source tree
+    validate(tree, tmp_path)
+
+
+def test_configs_are_found_from_this_installation(tmp_path):
+    validate(None, tmp_path)
+
+
+def test_every_tested_version_is_pinned_and_within_the_declared_range():
+    from packaging.requirements import Requirement
+
+    lines = (ROOT / "constraints.txt").read_text().splitlines()
+    pins = dict(line.split("==") for line in lines if line and not line.startswith("#"))
+    pins = {name.lower().replace("_", "-"): version for name, version in pins.items()}
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    for text in (
+        *project["dependencies"],
+        *project["optional-dependencies"]["dev"],
+        *project["optional-dependencies"]["examples"],
+        *project["optional-dependencies"]["storage"],
+    ):
+        need = Requirement(text)
+        version = pins.get(need.name.lower())
+        assert version is not None, f"constraints.txt does not pin {need.name}"
+        assert need.specifier.contains(version), f"{need.name}=={version} is outside {need.specifier}"

@@ -1,0 +1,165 @@
+"""few_rows.cu on the emulator: the products of experts with few rows, and SwiGLU of two, against float64."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+import pytest
+import torch
+
+from raymoe.errors import ConfigError
+from raymoe.moe import expert_rows, few_rows
+from raymoe.moe.experts import GPT_OSS, SWIGLU, Activation, Experts, ModelWeights
+from raymoe.moe.few_rows import FewRows, few_rows_call
+from tests.emulator.build import Change, compiler
+from tests.emulator.machine import EmulatorError
+from tests.unit.rows.emulated_pipe import run_call, tensors_of
+
+NEEDS_COMPILER = pytest.mark.skipif(compiler() is None, reason="needs a C++ compiler, which compiles kernels for a CPU")
+BF16 = torch.bfloat16
+UNTOUCHED = 77.0
+
+
+def drawn(*shape: int, seed: int) -> torch.Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)).to(BF16)
+
+
+def asked(counts: Sequence[int], columns: int = 64, outputs: int = 32, gated: bool = False, gap: int = 2) -> FewRows:
+    """Experts with so many rows, and gaps of NaN after them."""
+    starts = torch.tensor([0, *(each + gap for each in counts)]).cumsum(0).int()
+    rows = int(starts[-1]) + 3
+    x = torch.full((rows, columns), torch.nan, dtype=BF16)
+    for expert, count in enumerate(counts):
+        x[starts[expert] :][:count] = drawn(count, columns, seed=expert)
+    weight = drawn(len(counts), outputs * (2 if gated else 1), columns, seed=99) * columns**-0.5
+    y = torch.full((rows, outputs), UNTOUCHED, dtype=BF16)
+    return FewRows(x, weight, starts, torch.tensor(counts, dtype=torch.int32), y, gated)
+
+
+def expected(call: FewRows) -> torch.Tensor:
+    y = torch.full(call.y.shape, UNTOUCHED, dtype=torch.float64)
+    for expert, count in enumerate(call.expert_counts.tolist()):
+        mine = slice(int(call.expert_offsets[expert]), int(call.expert_offsets[expert]) + count)
+        made = call.x[mine].double() @ call.weight[expert].double().T
+        if call.gated:
+            gate, up = made.chunk(2, dim=1)
+            made = gate * gate.sigmoid() * up
+        y[mine] = made
+    return y
+
+
+def judge(call: FewRows, sms: int = 2, changes: Sequence[Change] = ()) -> None:
+    run_call(few_rows_call(call), tensors_of(call), sms=sms, changes=changes)
+    torch.testing.assert_close(call.y.double(), expected(call), rtol=2**-8, atol=2**-8)
+
+
+@NEEDS_COMPILER
+@pytest.mark.parametrize("gated", [False, True])
+@pytest.mark.parametrize("counts", [[3, 0, 8, 1], [9, 16], [0, 20, 0], [41], [0, 0], [1] * 40])
+def test_each_expert_multiplies_its_own_rows(counts: list[int], gated: bool) -> None:
+    """Rows of gaps are neither read, where they would spread NaN, nor written."""
+    judge(asked(counts, gated=gated))
+
+
+@NEEDS_COMPILER
+@pytest.mark.parametrize("columns", [32, 96, 192, 224, 416])
+def test_any_number_of_steps_goes_through_the_stages(columns: int) -> None:
+    judge(asked([2, 11], columns=columns, outputs=16))
+
+
+@NEEDS_COMPILER
+@pytest.mark.parametrize("sms", [1, 3])
+def test_blocks_share_the_tiles_on_any_number_of_sms(sms: int) -> None:
+    judge(asked([5, 2, 1], outputs=304), sms=sms)
+
+
+INJECTED_BUGS = {
+    "columns swapped in one fragment": (
+        "second_word(w.low.low), second_word(w.high.low)",
+        "first_word(w.low.low), second_word(w.high.low)",
+    ),
+    "the last rows forgotten": ("row < tile.rows; row += MOST_GROUPS", "row < 1; row += MOST_GROUPS"),
+    "a stage filled with other columns": ("< steps, s + STAGES)", "< steps, s + 1)"),
+    "rows of gaps written": ("if (its_row < tile.rows)", "if (true)"),
+    "one place for all experts of a warp": (
+        "listed[before + __popc(all & ((1u << threadIdx.x) - 1))]",
+        "listed[before]",
+    ),
+}
+
+
+@NEEDS_COMPILER
+@pytest.mark.parametrize("name", INJECTED_BUGS)
+def test_injected_bugs_are_found(name: str) -> None:
+    call = asked([41, 0, 3], columns=288)
+    with pytest.raises((AssertionError, EmulatorError)):
+        judge(call, changes=[Change("few_rows.cu", *INJECTED_BUGS[name])])
+
+
+def test_sizes_that_no_tile_divides_are_refused() -> None:
+    for columns, outputs in ((48, 32), (64, 24)):
+        with pytest.raises(ConfigError, match="few rows; the kernel takes multiples of 16 outputs and 32 columns"):
+            few_rows_call(asked([1], columns=columns, outputs=outputs))
+
+
+def test_rows_and_weights_begin_at_multiples_of_16_bytes(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(few_rows, "takes", lambda _: True)
+    x, flat = drawn(4, 64, seed=0), drawn(2 * 64 * 64 + 1, seed=1)
+    down = drawn(2, 64, 32, seed=2)
+    assert few_rows.multiplies_few_rows(x, flat[:-1].view(2, 64, 64), down)
+    assert not few_rows.multiplies_few_rows(x, flat[1:].view(2, 64, 64), down)
+    call = asked([1, 1], columns=64, outputs=64)
+    with pytest.raises(ConfigError, match="few rows: weight does not begin at a multiple of 16 bytes"):
+        few_rows_call(replace(call, weight=flat[1:].view(2, 64, 64)))
+
+
+# In a layer's experts.
+
+
+@pytest.fixture
+def launched(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
+    """Emulate the kernel for tensors on the CPU; returns which of its launches were gated."""
+    found: list[bool] = []
+
+    def launch(call: FewRows) -> None:
+        found.append(call.gated)
+        run_call(few_rows_call(call), tensors_of(call))
+
+    monkeypatch.setattr(few_rows, "few_rows", launch)
+    monkeypatch.setattr(few_rows, "takes", lambda _: True)
+    monkeypatch.setattr(expert_rows, "_in_kernels", lambda _: False)
+    return found
+
+
+def experts_of(activation: Activation = SWIGLU, biases: bool = False) -> Experts:
+    weights = ModelWeights(drawn(3, 64, 64, seed=1) / 8, drawn(3, 64, 32, seed=2) / 6)
+    if biases:
+        weights.gate_up_proj_bias, weights.down_proj_bias = drawn(3, 64, seed=3), drawn(3, 64, seed=4)
+    return Experts(weights, activation)
+
+
+OFFSETS, COUNTS = torch.tensor([0, 16, 16, 32], dtype=torch.int32), torch.tensor([5, 0, 16], dtype=torch.int32)
+
+
+@NEEDS_COMPILER
+def test_experts_of_few_rows_without_gradients_take_the_kernel(launched: list[bool]) -> None:
+    x, experts = drawn(40, 64, seed=5), experts_of()
+    with torch.no_grad():
+        found, wanted = (experts(x, OFFSETS, COUNTS, expected_rows=rows) for rows in (16.0, 17.0))
+    assert launched == [True, False] and found.shape == x.shape
+    for there in (slice(0, 5), slice(16, 32)):
+        torch.testing.assert_close(found[there].float(), wanted[there].float(), rtol=2**-6, atol=2**-6)
+
+
+@NEEDS_COMPILER
+def test_gradients_weights_biases_and_other_activations_do_not_take_it(launched: list[bool]) -> None:
+    x = drawn(40, 64, seed=5)
+    experts_of()(x, OFFSETS, COUNTS, expected_rows=1.0)
+    with torch.no_grad():
+        experts_of()(x, OFFSETS, COUNTS, torch.ones(40), expected_rows=1.0)
+        experts_of(biases=True)(x, OFFSETS, COUNTS, expected_rows=1.0)
+        experts_of(GPT_OSS)(x, OFFSETS, COUNTS, expected_rows=1.0)
+        experts_of().float()(x.float(), OFFSETS, COUNTS, expected_rows=1.0)
+        experts_of()(x, OFFSETS, COUNTS)
+    assert launched == []

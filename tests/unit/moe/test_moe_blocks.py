@@ -1,0 +1,223 @@
+"""Layers made from blocks of transformers equal those blocks: outputs and all gradients, on one rank and on two.
+
+The blocks are code that nobody here wrote. Two ranks are two threads, because an import of transformers takes seconds.
+"""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from transformers import DeepseekV3Config, GptOssConfig, MixtralConfig, OlmoeConfig, Qwen3MoeConfig
+from transformers.models.deepseek_v3.modeling_deepseek_v3 import DeepseekV3MoE
+from transformers.models.gpt_oss.modeling_gpt_oss import GptOssMLP
+from transformers.models.mixtral.modeling_mixtral import MixtralSparseMoeBlock, load_balancing_loss_func
+from transformers.models.olmoe.modeling_olmoe import OlmoeSparseMoeBlock
+from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeSparseMoeBlock
+
+from raymoe.errors import ConfigError
+from raymoe.memory.world import World
+from raymoe.moe.layer import MoELayer
+from raymoe.moe.router import balance_loss, route
+from raymoe.moe.router_formulas import RouterForm
+from tests.unit.moe.gradient_cases import close
+from tests.unit.worlds import close as close_worlds
+from tests.unit.worlds import each, wired
+
+H, F = 16, 12
+TOKENS = {1: [(2, 5)], 2: [(2, 5), (1, 3)]}
+"""The shapes of the batches of the ranks: [batch, length]."""
+FAMILIES: dict[str, Any] = {
+    "mixtral": lambda: MixtralSparseMoeBlock(
+        MixtralConfig(hidden_size=H, intermediate_size=F, num_local_experts=8, num_experts_per_tok=2)
+    ),
+    "qwen3": lambda: Qwen3MoeSparseMoeBlock(
+        Qwen3MoeConfig(
+            hidden_size=H, moe_intermediate_size=F, num_experts=8, num_experts_per_tok=3, norm_topk_prob=True
+        )
+    ),
+    "olmoe": lambda: OlmoeSparseMoeBlock(
+        OlmoeConfig(hidden_size=H, intermediate_size=F, num_experts=8, num_experts_per_tok=2, norm_topk_prob=False)
+    ),
+    "deepseek_v3": lambda: DeepseekV3MoE(
+        DeepseekV3Config(
+            hidden_size=H, moe_intermediate_size=F, n_routed_experts=16, n_group=4, topk_group=2, num_experts_per_tok=4
+        )
+    ),
+    "gpt_oss": lambda: GptOssMLP(
+        GptOssConfig(hidden_size=H, intermediate_size=F, num_local_experts=8, num_experts_per_tok=2)
+    ),
+}
+
+
+def block_of(family: str, dtype: torch.dtype = torch.float32) -> Any:
+    """Make a block with random weights, large enough that gpt-oss clamps some."""
+    with torch.random.fork_rng():
+        torch.manual_seed(5)
+        block = FAMILIES[family]()
+        for parameter in block.parameters():
+            torch.nn.init.normal_(parameter, std=0.6)
+        if family == "deepseek_v3":
+            block.gate.e_score_correction_bias.normal_(std=0.1)
+    block.experts.config._experts_implementation = "eager"
+    return block.to(dtype)
+
+
+def batch_of(
+    rank: int, shape: tuple[int, int], dtype: torch.dtype = torch.float32
+) -> tuple[torch.Tensor, torch.Tensor]:
+    source = torch.Generator().manual_seed(rank)
+    x, dy = (torch.randn(*shape, H, generator=source).to(dtype) for _ in range(2))
+    return x.requires_grad_(), dy
+
+
+def run(layer: Any, x: torch.Tensor, dy: torch.Tensor) -> dict[str, torch.Tensor]:
+    """Run forward and backward; return outputs and gradients by name."""
+    found = layer(x)
+    y, scores = found if isinstance(found, tuple) else (found, None)
+    loss = (y.double() * dy).sum() if scores is None else (y.double() * dy).sum() + scores.square().sum()
+    names, parameters = zip(*layer.named_parameters(), strict=True)
+    gradients = torch.autograd.grad(loss, [x, *parameters])
+    results = dict(zip(("x", *names), gradients, strict=True)) | {"y": y.detach()}
+    return results if scores is None else results | {"scores": scores.detach()}
+
+
+def run_layers(family: str, ranks: int, dtype: torch.dtype = torch.float32) -> list[dict[str, torch.Tensor]]:
+    blocks = [block_of(family, dtype) for _ in range(ranks)]  # here, because threads share torch's random numbers
+
+    def rank(world: World) -> dict[str, torch.Tensor]:
+        block = blocks[world.rank]
+        layer = MoELayer.from_block(block, world, tokens=10)
+        assert set(layer.state_dict()) == set(block.state_dict())
+        return run(layer, *batch_of(world.rank, TOKENS[ranks][world.rank], dtype))
+
+    worlds = wired(ranks)
+    outcomes = each(worlds, rank)
+    for outcome in outcomes:
+        if isinstance(outcome, Exception):
+            raise outcome
+    close_worlds(worlds)
+    return outcomes
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_layer_from_a_block_computes_what_the_block_does(family: str, ranks: int) -> None:
+    found = run_layers(family, ranks)
+    experts: dict[str, torch.Tensor] = {}
+    for rank, mine in enumerate(found):
+        wanted = run(block_of(family), *batch_of(rank, TOKENS[ranks][rank]))
+        assert set(mine) == set(wanted)
+        for name, value in wanted.items():
+            if name.startswith("experts."):
+                experts[name] = experts.get(name, torch.zeros_like(value)) + value
+            else:
+                close(f"{name} of rank {rank}", mine[name], value.double(), 1e-5)
+    assert experts
+    for name, value in experts.items():  # each rank has its own experts' gradients, of the tokens of all ranks
+        close(name, torch.cat([mine[name] for mine in found]), value.double(), 1e-5)
+
+
+def routed(block: Any, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Return the logits, weights and ids of a block's own router."""
+    return (block.router if hasattr(block, "router") else block.gate)(x)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_experts_in_bfloat16_are_near_those_of_the_block(family: str) -> None:
+    """The block's routing is given to both, because near logits may choose differently."""
+    blocks = [block_of(family, torch.bfloat16) for _ in range(2)]
+
+    def rank(world: World) -> None:
+        block = blocks[world.rank]
+        layer = MoELayer.from_block(block, world, tokens=10)
+        x, dy = (each.view(-1, H) for each in batch_of(world.rank, TOKENS[2][world.rank], torch.bfloat16))
+        _, weights, ids = routed(block, x.detach())
+        results = []
+        for run_experts in (
+            lambda x, weights: layer.routed(x, ids, weights.float()),
+            lambda x, weights: block.experts(x, ids, weights),
+        ):
+            given = [each.detach().clone().requires_grad_() for each in (x, weights.to(x.dtype))]
+            y = run_experts(*given)
+            results.append((y.detach(), *torch.autograd.grad((y * dy).float().sum(), given)))
+        for name, have, wanted in zip(("y", "x", "weights"), *results, strict=True):
+            close(f"{name} of rank {world.rank}", have, wanted.double(), 2e-2)
+
+    worlds = wired(2)
+    for outcome in each(worlds, rank):
+        if isinstance(outcome, Exception):
+            raise outcome
+    close_worlds(worlds)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_the_choice_in_bfloat16_is_that_of_the_block_where_logits_are_apart(family: str) -> None:
+    block, x = block_of(family, torch.bfloat16), batch_of(0, (8, 25), torch.bfloat16)[0].detach().view(-1, H)
+    (world,) = wired(1)
+    with world, torch.no_grad():
+        layer = MoELayer.from_block(block, world, tokens=10)
+        ids, _, logits = (layer.router if family == "gpt_oss" else layer.gate)(x)
+    _, _, wanted = routed(block, x)
+    topk = ids.shape[1]
+    best = logits.sort(dim=1, descending=True).values
+    apart = best[:, topk - 1] - best[:, topk] > 2**-7 * logits.abs().amax()
+    if family == "deepseek_v3":
+        apart[:] = True  # it computes logits in float32 too
+    assert apart.sum() > 100
+    assert torch.equal(ids[apart].sort().values, wanted[apart].sort().values)
+
+
+def test_the_choice_is_that_of_deepseek_v3() -> None:
+    block = block_of("deepseek_v3")
+    x, _ = batch_of(3, (40, 5))
+    logits, weights, ids = block.gate(x)
+    form = RouterForm(16, 4, score="sigmoid", groups=4, topk_groups=2, scale=block.gate.routed_scaling_factor)
+    found, scale = route(logits, form, block.gate.e_score_correction_bias)
+    torch.testing.assert_close(found.sort().values, ids.sort().values)
+    dense = [torch.zeros(200, 16).scatter(1, each, weight) for each, weight in ((ids, weights), (found, scale))]
+    torch.testing.assert_close(dense[1], dense[0])
+
+
+def test_the_balance_loss_is_that_of_transformers() -> None:
+    logits = torch.randn(30, 8, generator=torch.Generator().manual_seed(2))
+    form = RouterForm(8, 2)
+    ids, _ = route(logits, form)
+    wanted = load_balancing_loss_func((logits,), num_experts=8, top_k=2)
+    torch.testing.assert_close(balance_loss(logits, ids, form), wanted)
+
+
+def test_other_blocks_are_refused() -> None:
+    (world,) = wired(1)
+    block = block_of("mixtral")
+    with world:
+        with pytest.raises(ConfigError, match=r"a layer from a Linear.*MixtralSparseMoeBlock"):
+            MoELayer.from_block(torch.nn.Linear(4, 4), world, tokens=4)
+        block.jitter_noise = 0.1
+        with pytest.raises(ConfigError, match="a layer adds no noise"):
+            MoELayer.from_block(block, world, tokens=4)
+        block.jitter_noise, block.experts.act_fn = 0.0, torch.nn.GELU()
+        with pytest.raises(ConfigError, match="experts with activation GELU"):
+            MoELayer.from_block(block, world, tokens=4)
+
+
+def test_a_block_that_records_router_logits_or_has_no_weights_is_refused() -> None:
+    (world,) = wired(1)
+    block, empty = block_of("mixtral"), block_of("qwen3").to("meta")
+    block.experts.config = SimpleNamespace(output_router_logits=True)
+    with world:
+        with pytest.raises(ConfigError, match=r"output_router_logits is True.*raymoe\.moe\.balance_loss"):
+            MoELayer.from_block(block, world, tokens=4)
+        with pytest.raises(ConfigError, match="a block on the device meta"):
+            MoELayer.from_block(empty, world, tokens=4)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_frozen_parameters_of_a_block_stay_frozen(family: str) -> None:
+    (world,) = wired(1)
+    with world:
+        for frozen in (True, False):
+            layer = MoELayer.from_block(block_of(family).requires_grad_(not frozen), world, tokens=4)
+            assert {each.requires_grad for each in layer.parameters()} == {not frozen}

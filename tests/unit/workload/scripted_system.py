@@ -1,0 +1,48 @@
+"""A process that stands in for another system beside a rank. The job's name holds its script."""
+
+from __future__ import annotations
+
+import os
+import time
+from multiprocessing.connection import Connection
+
+from raymoe.workload.compare.systems import Answer, SystemFacts
+
+PROGRAM = (
+    "import json, sys; sys.path[:] = json.loads(sys.argv[1]); "
+    "from tests.unit.workload.scripted_system import main; main(int(sys.argv[2]))"
+)
+OPS = (("dispatch", "cold"), ("dispatch", "warm"))
+
+
+def main(fd: int) -> None:
+    connection = Connection(fd)
+    order = connection.recv()
+    _, script, rank = order.job["name"].split(".")
+    mine = order.rank == int(rank)
+    if mine and script == "ends":
+        print("cannot find a network\n", flush=True)
+        os._exit(3)
+    if mine and script == "hangs":
+        time.sleep(60)
+    connection.send(Answer({"rank": order.rank}))
+    assert [descriptor["rank"] for descriptor in connection.recv()] == [0, 1]
+    if mine and script == "refuses":
+        connection.send(Answer(failure="only 3 experts"))
+        return
+    connection.send(
+        Answer(
+            SystemFacts(
+                OPS, {"dispatch": "routing"}, {"graph": True, "sms": 8, "device": os.environ["NVSHMEM_DISABLE_NVLS"]}
+            )
+        )
+    )
+    for step in range(1000):
+        index, verify = connection.recv()
+        assert index == step
+        if mine and script == "crashes" and step == 3:
+            os.abort()
+        if mine and script == "lies" and verify:
+            connection.send(Answer(failure="its dispatch of step 2 was wrong: nothing came"))
+            return
+        connection.send(Answer((10.0 + order.rank, 8.0)))
