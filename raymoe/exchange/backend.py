@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Protocol, runtime_checkable
+from typing import Protocol, TypeVar, runtime_checkable
 
 import torch
 
@@ -11,6 +11,8 @@ from raymoe.errors import CaptureError, ConfigError, DataRefused
 
 HARMLESS_ERRORS = (ConfigError, CaptureError, DataRefused)
 """Errors that leave no peer inside an operation: mistakes found before it began, and data that all ranks refuse."""
+
+S = TypeVar("S")
 
 # The result of a dispatch.
 
@@ -46,8 +48,8 @@ class Dispatched:
     index: torch.Tensor | None  # int64[C] with layout `rank`
     tokens: int  # T' of the dispatch: the rows of y
 
-    _home: object
-    """The state that the backend's combine needs to send rows home."""
+    _saved: object
+    """What the backend saved for the operations that follow, such as the combine: see `saved`."""
     _owner: object
     """The backend that made this."""
 
@@ -55,6 +57,13 @@ class Dispatched:
     """float32[C, ceil(H / 128)] with output `raw`, strides (1, C rounded up to 4)."""
     site: int = 0
     """The number of the place that called the dispatch, such as a layer; 0: none. All ranks must agree on it."""
+
+    def saved(self, kind: type[S]) -> S:
+        """Return what the backend saved in the dispatch. Each backend saves one class, which it names here."""
+        state = self._saved
+        if not isinstance(state, kind):
+            raise TypeError(f"a dispatch saved {type(state).__name__}, but {kind.__name__} is needed")
+        return state
 
 
 # The interface of a backend, on CPUs and on GPUs. Its arguments have been checked.

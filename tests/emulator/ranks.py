@@ -27,7 +27,7 @@ from raymoe.exchange.peer.dispatch_grid import DispatchGrid
 from raymoe.exchange.peer.fused import FusedBackend, PreparedLaunch
 from raymoe.exchange.peer.fused_chunks import FusedChunksBackend
 from raymoe.exchange.peer.fused_ll import FusedLlBackend
-from raymoe.exchange.peer.kernel_result import Home, KernelDispatched, Metadata
+from raymoe.exchange.peer.kernel_result import KernelDispatched, Metadata, SavedMetadata
 from raymoe.exchange.peer.staged import CopiedBackend, StagedBackend
 from raymoe.exchange.peer.workspace import STAMPS_VARIABLE, Workspace
 from raymoe.exchange.spec import ExchangeSpec
@@ -268,8 +268,7 @@ class EmulatedBackend(FusedBackend):
     def _new_result(self, tokens: Tokens, out: torch.Tensor | None) -> KernelDispatched:
         """Allocate the metadata in memory of the machine, filled with NaN and absurd numbers."""
         got = super()._new_result(tokens, out)
-        home, metadata, gpu = got._home, self._metadata, cast(Any, self.world.gpu)
-        assert isinstance(home, Home)
+        home, metadata, gpu = got.saved(SavedMetadata), self._metadata, cast(Any, self.world.gpu)
         arrays = [
             (name, metadata.at[name], metadata.nbytes_of(name)) for name in metadata.arrays if not name.startswith(_GAP)
         ]

@@ -10,7 +10,7 @@ import numpy as np
 import torch
 
 from raymoe.exchange.backend import Dispatched, Tokens
-from raymoe.exchange.peer.kernel_result import Home
+from raymoe.exchange.peer.kernel_result import SavedMetadata
 from raymoe.fp8 import FP8, FP8_BLOCK
 from tests.emulator.machine import Emulator
 from tests.emulator.ranks import EmulatedBackend
@@ -93,8 +93,8 @@ class Steps:
 
         def known(factor: float) -> None:
             if form.startswith("known") and backend.keeps_places:
-                rows, home = backend.new((case.spec.rows(case.ranks), spec.hidden), dtype, "known rows"), got._home
-                assert isinstance(home, Home)
+                rows, home = backend.new((case.spec.rows(case.ranks), spec.hidden), dtype, "known rows"), got._saved
+                assert isinstance(home, SavedMetadata)
                 kept: list[torch.Tensor] = []
                 self.emulator.call(rank, lambda: kept.append(home.memory.clone()))
                 backend.dispatch_known(batch.x / factor, got, rows)

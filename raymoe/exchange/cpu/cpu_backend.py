@@ -240,7 +240,7 @@ class OperationOrder:
 
 
 @dataclass(frozen=True)
-class _DispatchState:
+class SavedPlacement:
     """The state of a dispatch that its combine needs: the places of rows, and the rows carried."""
 
     placement: Placement
@@ -249,12 +249,6 @@ class _DispatchState:
     @property
     def refusal(self) -> Refusal:
         return self.carried.sending.refusal or self.placement.refusal
-
-
-def _state_of(got: Dispatched) -> _DispatchState:
-    state = got._home
-    assert isinstance(state, _DispatchState)
-    return state
 
 
 class CpuBackend:
@@ -278,7 +272,7 @@ class CpuBackend:
 
     @torch.no_grad()
     def dispatch_again(self, tokens: Tokens, out: torch.Tensor | None, forward: Dispatched) -> Dispatched:
-        number = _state_of(forward).carried.number
+        number = forward.saved(SavedPlacement).carried.number
         return self._dispatch(tokens, out, Call("dispatch of gradients", forward.site, number))
 
     def _dispatch(self, tokens: Tokens, out: torch.Tensor | None, call: Call) -> Dispatched:
@@ -288,7 +282,7 @@ class CpuBackend:
         placement = Placement.of(arrived, local, self._spec.alignment, capacity)
         self._dispatches += 1
         carried = Carried(sending, arrived.counts, arrived.where, self._dispatches, arrived.home)
-        state = _DispatchState(placement, carried)
+        state = SavedPlacement(placement, carried)
         self._note_own_refusal(state.refusal)
         x, index = (arrived.table, self._index(arrived, placement)) if out is None else (out, None)
         if out is not None and len(placement.index):
@@ -301,33 +295,33 @@ class CpuBackend:
             expert_counts=torch.from_numpy(placement.counts.astype(np.int32)),
             index=index,
             tokens=len(tokens.x),
-            _home=state,
+            _saved=state,
             _owner=self,
             site=call.site,
         )
 
     @torch.no_grad()
     def combine(self, rows: torch.Tensor, got: Dispatched, weighted: bool, out: torch.Tensor) -> None:
-        state = _state_of(got)
+        state = got.saved(SavedPlacement)
         leaving = Leaving(rows, state.placement.sums_to_send(weighted), site=got.site)
         self._send_home(leaving, state, weighted, out)
 
     @torch.no_grad()
     def refuse(self, got: Dispatched) -> None:
         """Take part in the combine of a dispatch, and let all ranks refuse it. Raises what they raise."""
-        state, spec = _state_of(got), self._spec
+        state, spec = got.saved(SavedPlacement), self._spec
         dtype: torch.dtype = getattr(torch, spec.dtype)
         rows = torch.zeros(spec.rows(self._size), spec.hidden, dtype=dtype, device="cpu")
         y = torch.empty(got.tokens, spec.hidden, dtype=dtype, device="cpu")
         placement = replace(state.placement, refusal=state.refusal or Refusal(Cause.EXPERTS))
         leaving = Leaving(rows, state.placement.sums_to_send(False), site=got.site)
-        self._send_home(leaving, _DispatchState(placement, state.carried), False, y)
+        self._send_home(leaving, SavedPlacement(placement, state.carried), False, y)
 
     @torch.no_grad()
     def combine_gradients(
         self, rows: torch.Tensor, weights: torch.Tensor, got: Dispatched, out: torch.Tensor, out_weights: torch.Tensor
     ) -> None:
-        state = _state_of(got)
+        state = got.saved(SavedPlacement)
         places = state.placement.entries(self._spec.topk)
         # The place of an entry whose expert is elsewhere is -1: the zero after the last weight.
         entries = torch.cat((weights, weights.new_zeros(1)))[torch.from_numpy(places)]
@@ -346,7 +340,7 @@ class CpuBackend:
         sending = Sending.of(topk_idx[:n], topk_weights[:n], self._destinations, self._spec.experts)
         return replace(sending, refusal=refusal) if refusal else sending
 
-    def _send_home(self, leaving: Leaving, state: _DispatchState, weighted: bool, out: torch.Tensor) -> Returned:
+    def _send_home(self, leaving: Leaving, state: SavedPlacement, weighted: bool, out: torch.Tensor) -> Returned:
         carried, tokens = state.carried, len(out)
         returned = self._carrier.combine(leaving, carried, status_of(state.refusal, carried.number, weighted))
         if (refused := judge_statuses(returned.statuses, self._spec)) is not None:
@@ -368,7 +362,7 @@ class CpuBackend:
         return words + self._carrier.home_words
 
     def pack(self, got: Dispatched) -> torch.Tensor:
-        state, K = _state_of(got), self._spec.topk
+        state, K = got.saved(SavedPlacement), self._spec.topk
         placement, carried = state.placement, state.carried
         refusal = np.frombuffer(placement.refusal.pack(), np.int32)
         arrived = len(carried.where)
@@ -405,7 +399,7 @@ class CpuBackend:
             expert_counts=torch.from_numpy(counts),
             index=None,
             tokens=len(ids.topk_idx),
-            _home=_DispatchState(placement, carried),
+            _saved=SavedPlacement(placement, carried),
             _owner=self,
         )
 

@@ -69,7 +69,7 @@ _DISAGREED = 4  # the word of a head that says whether the ranks of a domain are
 
 
 @dataclass(frozen=True)
-class _Home:
+class SavedPlaces:
     """The state of a dispatch that its combine needs: the rows inside the domain, and their places in the contract."""
 
     inside: Carried
@@ -120,10 +120,10 @@ class HierarchicalRows:
                 return self._combine(leaving, carried, status)
 
     def pack_home(self, home: object) -> Array:
-        assert isinstance(home, _Home)
+        assert isinstance(home, SavedPlaces)
         return home.inside.sending.given_ids.ravel()
 
-    def unpack_home(self, carried: Carried, words: Array) -> _Home:
+    def unpack_home(self, carried: Carried, words: Array) -> SavedPlaces:
         N, L, K = self._domains, self._per_domain, self._spec.topk
         ids = words.reshape(-1, K)
         sending = Sending.of(ids, np.zeros(ids.shape, np.float32), L, self._spec.experts)
@@ -131,7 +131,7 @@ class HierarchicalRows:
         # Rows are in runs: (domain, place) in the contract, (place, domain) inside.
         begins = starts_of(carried.counts)[:-1].reshape(N, L)
         places = places_in_runs(counts.T.ravel(), begins.T.ravel())
-        return _Home(Carried(sending, counts.sum(axis=0), carried.where.take(places), carried.number), places)
+        return SavedPlaces(Carried(sending, counts.sum(axis=0), carried.where.take(places), carried.number), places)
 
     def close(self, together: bool) -> None:
         self._inside.close(together)
@@ -171,7 +171,7 @@ class HierarchicalRows:
 
     def _combine(self, leaving: Leaving, carried: Carried, status: Refusal) -> Returned:
         home, T, L = carried.home, self._spec.tokens, self._per_domain
-        assert isinstance(home, _Home)
+        assert isinstance(home, SavedPlaces)
         inside = Leaving(leaving.rows, leaving.bags.take(home.places), site=leaving.site)
         if leaving.entries is not None:
             inside.entries = leaving.entries[torch.from_numpy(home.places)]
@@ -248,7 +248,7 @@ class HierarchicalRows:
             counts,
             arrived.zero_row,
             refusal,
-            _Home(inside, places),
+            SavedPlaces(inside, places),
         )
 
     def _swap_entries(self, back: Returned, sending: Sending) -> torch.Tensor:

@@ -122,7 +122,7 @@ class RailParts:
 
 
 @dataclass(frozen=True)
-class _Home:
+class SavedInside:
     """The state of a dispatch that its combine needs."""
 
     inside: Dispatched
@@ -216,32 +216,30 @@ class HierarchicalGpu:
                         inside = self._inside.dispatch_again(self._tokens_inside(arriving), out, before)
                 x = inside.x if before is None else entries.passes.refused(stream, inside.x, whole=out is not None)
                 offsets, counts = entries.joined(stream, inside.expert_offsets, inside.expert_counts)
-            home = _Home(inside, arriving.number, stream)
+            saved = SavedInside(inside, arriving.number, stream)
             given = len(tokens.x)
-            return Dispatched(x, inside.weights, offsets, counts, inside.index, given, home, self, inside.scales)
+            return Dispatched(x, inside.weights, offsets, counts, inside.index, given, saved, self, inside.scales)
 
     def _begin_pass(self, stream: int, forward: Dispatched) -> Dispatched:
         """Tell the rail with the next ids that this is the backward pass of `forward`. Return the dispatch inside."""
-        home = forward._home
-        assert isinstance(home, _Home)
-        home.used_on(stream, forward.site)
-        self._rail_entries.passes.publish_again(stream, home.number, forward.site)
-        return home.inside
+        saved = forward.saved(SavedInside)
+        saved.used_on(stream, forward.site)
+        self._rail_entries.passes.publish_again(stream, saved.number, forward.site)
+        return saved.inside
 
     @torch.no_grad()
     def combine(self, rows: torch.Tensor, got: Dispatched, weighted: bool, out: torch.Tensor) -> None:
-        home = got._home
-        assert isinstance(home, _Home)
+        saved = got.saved(SavedInside)
         with self._launcher.ordered("combine") as stream, self._memory():
-            home.used_on(stream, got.site)
-            said = Said(home.number, weighted, got.site)
+            saved.used_on(stream, got.site)
+            said = Said(saved.number, weighted, got.site)
             if self._shape.chunk:
-                combine = self._combine_tokens(rows, home.inside, weighted)
+                combine = self._combine_tokens(rows, saved.inside, weighted)
                 begun = partial(self._begun, "combine")
                 self._rail_sums.combine_in_chunks(stream, said, out, combine, begun)
                 return
             with self._named_by_world():
-                self._inside.combine(rows, home.inside, weighted, self._rail_sums.sums)
+                self._inside.combine(rows, saved.inside, weighted, self._rail_sums.sums)
             with self._begun("combine"):
                 self._rail_sums.cross(stream, said)
                 self._rail_sums.add(stream, out)
@@ -252,10 +250,9 @@ class HierarchicalGpu:
 
     def pack(self, got: Dispatched) -> torch.Tensor:
         """Join the metadata of the dispatch inside, this one's number, offsets and counts."""
-        home = got._home
-        assert isinstance(home, _Home)
-        inside = self._inside.pack(home.inside)
-        return torch.cat((inside, home.number, got.expert_offsets, got.expert_counts))
+        saved = got.saved(SavedInside)
+        inside = self._inside.pack(saved.inside)
+        return torch.cat((inside, saved.number, got.expert_offsets, got.expert_counts))
 
     def unpack(self, metadata: torch.Tensor, rows: torch.Tensor, weights: torch.Tensor, ids: Ids) -> Dispatched:
         words, local = self._inside.metadata_words, self._shape.local
@@ -263,37 +260,35 @@ class HierarchicalGpu:
         # The dispatch inside always has the tokens of a whole rail. Of their ids only the number is used. Its `unpack`
         # keeps all of `metadata` for the current stream: the four are views of one allocation.
         its_ids = Ids(self._rail_entries.ids.flatten(0, 1))
-        home = _Home(self._inside.unpack(inside, rows, weights, its_ids), number, None)
-        return Dispatched(rows, weights, offsets, counts, None, len(ids.topk_idx), home, self)
+        saved = SavedInside(self._inside.unpack(inside, rows, weights, its_ids), number, None)
+        return Dispatched(rows, weights, offsets, counts, None, len(ids.topk_idx), saved, self)
 
     @torch.no_grad()
     def combine_gradients(
         self, rows: torch.Tensor, weights: torch.Tensor, got: Dispatched, out: torch.Tensor, out_weights: torch.Tensor
     ) -> None:
-        home = got._home
-        assert isinstance(home, _Home)
+        saved = got.saved(SavedInside)
         with self._launcher.ordered("combine") as stream, self._memory():
-            home.used_on(stream, got.site)
+            saved.used_on(stream, got.site)
             with self._named_by_world():
                 sums = self._rail_sums
-                self._inside.combine_gradients(rows, weights, home.inside, sums.sums, sums.entries)
+                self._inside.combine_gradients(rows, weights, saved.inside, sums.sums, sums.entries)
             with self._begun("combine"):
-                sums.cross(stream, Said(home.number, False, got.site), entries=True)
+                sums.cross(stream, Said(saved.number, False, got.site), entries=True)
                 sums.add(stream, out, out_weights)
 
     @torch.no_grad()
     def dispatch_known(self, x: torch.Tensor, got: Dispatched, out: torch.Tensor) -> None:
-        home = got._home
-        assert isinstance(home, _Home)
+        saved = got.saved(SavedInside)
         with self._launcher.ordered("dispatch") as stream, self._memory():
-            home.used_on(stream, got.site)
+            saved.used_on(stream, got.site)
             self._rail_rows.put(x)
             passes, crossing = self._rail_entries.passes, self._rail_rows.crossing("dispatch", beside=False)
             with self._begun("dispatch"):
                 # Ranks that dispatch gather their ids and weights here.
-                passes.cross_known(stream, home.number, got.site)
+                passes.cross_known(stream, saved.number, got.site)
                 with crossing, self._named_by_world():
-                    self._inside.dispatch_known(self._rows, home.inside, out)
+                    self._inside.dispatch_known(self._rows, saved.inside, out)
                 passes.refused(stream, out)
 
     def check(self) -> None:

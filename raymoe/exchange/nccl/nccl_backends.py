@@ -14,7 +14,7 @@ from torch.multiprocessing import reductions
 from raymoe.cuda.current import capturing, on
 from raymoe.errors import ConfigError, PeerTimeout, RaymoeError
 from raymoe.exchange.backend import Dispatched, Ids, Tokens
-from raymoe.exchange.nccl.nccl_kernels import Kept, Lagging, Launcher, RoundKernels, Rounds
+from raymoe.exchange.nccl.nccl_kernels import Lagging, Launcher, RoundKernels, Rounds, SavedMemory
 from raymoe.exchange.nccl.rounds import DispatchRecord
 from raymoe.exchange.refusal import CARRIES, SITE_SHIFT, Cause, Refusal, raise_backward, raise_first
 from raymoe.exchange.spec import ExchangeSpec
@@ -143,7 +143,7 @@ class NcclRounds:
 
 
 @dataclass(frozen=True)
-class Carried:
+class CombinedGradients:
     """What a combine of a backward pass takes home beside rows: the gradients of weights."""
 
     numbers: torch.Tensor | None
@@ -152,7 +152,7 @@ class Carried:
     """float32[T', K]: for the numbers of this rank's entries."""
 
 
-NOTHING = Carried(None, None)
+NO_GRADIENTS = CombinedGradients(None, None)
 
 
 # Backend `allgather`: every rank receives all rows. It is the baseline of a small world.
@@ -192,12 +192,10 @@ class NcclAllgather:
 
     @torch.no_grad()
     def dispatch_again(self, tokens: Tokens, out: torch.Tensor | None, forward: Dispatched) -> Dispatched:
-        home = forward._home
-        assert isinstance(home, Kept)
+        home = forward.saved(SavedMemory)
         with self._launcher.ordered("dispatch") as stream, self._memory():
             got = self._dispatch(stream, tokens, out, home.used_on(stream), forward.site)
-            kept = got._home
-            assert isinstance(kept, Kept)
+            kept = got.saved(SavedMemory)
             self._kernels.compare_passes(stream, self._kernels.rows_of(got), kept.memory)
             return got
 
@@ -214,7 +212,7 @@ class NcclAllgather:
         kernels.write_metadata(stream, tokens, kept, forward, site)
         self._rounds.all_gather(*kernels.metadata(kept))
         got = kernels.new(tokens, out, self)
-        got._home = Kept(kept, stream)
+        got._saved = SavedMemory(kept, stream)
         self._gather(tokens.x)
         kernels.number(stream, got, kept)
         if out is not None:
@@ -230,8 +228,7 @@ class NcclAllgather:
 
     @torch.no_grad()
     def dispatch_known(self, x: torch.Tensor, got: Dispatched, out: torch.Tensor) -> None:
-        home = got._home
-        assert isinstance(home, Kept)
+        home = got.saved(SavedMemory)
         with self._launcher.ordered("dispatch") as stream:
             kept = home.used_on(stream)
             # Ranks that dispatch gather their ids and weights here: all operations of a kind are the same for NCCL.
@@ -245,10 +242,14 @@ class NcclAllgather:
         self._combine(rows, got, weighted, out)
 
     def _combine(
-        self, rows: torch.Tensor, got: Dispatched, weighted: bool, out: torch.Tensor, carried: Carried = NOTHING
+        self,
+        rows: torch.Tensor,
+        got: Dispatched,
+        weighted: bool,
+        out: torch.Tensor,
+        carried: CombinedGradients = NO_GRADIENTS,
     ) -> None:
-        home = got._home
-        assert isinstance(home, Kept)
+        home = got.saved(SavedMemory)
         with self._launcher.ordered("combine") as stream:
             kept = home.used_on(stream)
             self._kernels.sum_entries(stream, rows, kept, weighted, carried.numbers, got.site)
@@ -261,8 +262,7 @@ class NcclAllgather:
         return self._kernels.metadata_words
 
     def pack(self, got: Dispatched) -> torch.Tensor:
-        home = got._home
-        assert isinstance(home, Kept)
+        home = got.saved(SavedMemory)
         return self._kernels.packed(home.memory, got)
 
     def unpack(self, metadata: torch.Tensor, rows: torch.Tensor, weights: torch.Tensor, ids: Ids) -> Dispatched:  # noqa: ARG002
@@ -272,7 +272,7 @@ class NcclAllgather:
     def combine_gradients(
         self, rows: torch.Tensor, weights: torch.Tensor, got: Dispatched, out: torch.Tensor, out_weights: torch.Tensor
     ) -> None:
-        self._combine(rows, got, False, out, Carried(weights.contiguous(), out_weights))
+        self._combine(rows, got, False, out, CombinedGradients(weights.contiguous(), out_weights))
 
     def check(self) -> None:
         """Wait for the device, then raise for the first refused step, the same on all ranks."""
@@ -363,10 +363,10 @@ class NumbersByMetadata:
 
 
 @dataclass(frozen=True)
-class _DispatchState:
+class SavedCounts:
     """The state of a dispatch that its combine needs."""
 
-    kept: Kept
+    kept: SavedMemory
     numbers: HostNumbers
 
 
@@ -418,12 +418,10 @@ class NcclCollective:
     @torch.no_grad()
     def dispatch_again(self, tokens: Tokens, out: torch.Tensor | None, forward: Dispatched) -> Dispatched:
         """Dispatch in a backward pass. The passes of all ranks come with their ids, and a kernel compares them."""
-        state = forward._home
-        assert isinstance(state, _DispatchState)
+        state = forward.saved(SavedCounts)
         with self._launcher.ordered("dispatch") as stream:
             got = self._dispatch(stream, tokens, out, state.kept.used_on(stream), forward.site)
-            state = got._home
-            assert isinstance(state, _DispatchState)
+            state = got.saved(SavedCounts)
             self._kernels.compare_passes(stream, self._kernels.rows_of(got), state.kept.memory)
             return got
 
@@ -437,8 +435,7 @@ class NcclCollective:
 
     def pack(self, got: Dispatched) -> torch.Tensor:
         """Pack what the device needs. The host's numbers stay on the host, and in the dispatch's record."""
-        state = got._home
-        assert isinstance(state, _DispatchState)
+        state = got.saved(SavedCounts)
         metadata = self._kernels.packed(state.kept.memory, got)
         self._numbers_of.add(metadata, state.numbers)
         return metadata
@@ -446,20 +443,19 @@ class NcclCollective:
     def unpack(self, metadata: torch.Tensor, rows: torch.Tensor, weights: torch.Tensor, ids: Ids) -> Dispatched:  # noqa: ARG002
         """Make the result of a dispatch again. For a copy of the metadata the host waits, with a limit."""
         got = self._kernels.unpacked(metadata, weights, ids, self)
-        kept = got._home
-        assert isinstance(kept, Kept)
+        kept = got.saved(SavedMemory)
         numbers = self._numbers_of.of(metadata)
         if numbers is None:  # a hook of autograd, for example, keeps what a backward pass needs on the CPU
             record = self._rounds.read("combine", self._kernels.record_of(kept.memory))
             numbers = HostNumbers.of_record(record, self._world.size)
-        got._home = _DispatchState(kept, numbers)
+        got._saved = SavedCounts(kept, numbers)
         return got
 
     @torch.no_grad()
     def combine_gradients(
         self, rows: torch.Tensor, weights: torch.Tensor, got: Dispatched, out: torch.Tensor, out_weights: torch.Tensor
     ) -> None:
-        self._combine(rows, got, False, out, Carried(weights.contiguous(), out_weights))
+        self._combine(rows, got, False, out, CombinedGradients(weights.contiguous(), out_weights))
 
     def check(self) -> None:
         """Wait for the device, then raise for the first refused step, the same on all ranks."""
@@ -506,14 +502,18 @@ class NcclCollective:
             )
         if out is not None:
             kernels.place(stream, got, kept, own=tokens.x)
-        got._home = _DispatchState(Kept(kept, stream), HostNumbers(self._dispatches, send_counts, receive_counts))
+        got._saved = SavedCounts(SavedMemory(kept, stream), HostNumbers(self._dispatches, send_counts, receive_counts))
         return got
 
     def _combine(
-        self, rows: torch.Tensor, got: Dispatched, weighted: bool, out: torch.Tensor, carried: Carried = NOTHING
+        self,
+        rows: torch.Tensor,
+        got: Dispatched,
+        weighted: bool,
+        out: torch.Tensor,
+        carried: CombinedGradients = NO_GRADIENTS,
     ) -> None:
-        state = got._home
-        assert isinstance(state, _DispatchState)
+        state = got.saved(SavedCounts)
         form = weighted + (0 if carried.numbers is None else CARRIES)
         self._announce_combine(state.numbers.number, form, got.site)
         with self._launcher.ordered("combine") as stream:

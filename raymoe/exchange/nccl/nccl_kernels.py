@@ -227,7 +227,7 @@ class Blocks:
 
 
 @dataclass(frozen=True)
-class Kept:
+class SavedMemory:
     """The memory that a dispatch keeps for its combine, and the driver's number of the dispatch's stream."""
 
     memory: torch.Tensor
@@ -276,7 +276,7 @@ class RoundKernels:
             expert_counts=self._empty(self._sizes.local, torch.int32),
             index=self._empty(self._capacity, torch.int64) if out is None else None,
             tokens=tokens.x.shape[0],
-            _home=None,
+            _saved=None,
             _owner=owner,
         )
 
@@ -391,7 +391,7 @@ class RoundKernels:
         return torch.cat((kept.view(torch.int32), got.expert_offsets, got.expert_counts))
 
     def unpacked(self, metadata: torch.Tensor, weights: torch.Tensor, ids: Ids, owner: object) -> Dispatched:
-        """Make the result of a dispatch again, without rows. Its `_home` is `Kept` memory."""
+        """Make the result of a dispatch again, without rows. It saves memory."""
         keep_for_current_stream(metadata)
         local = self._sizes.local
         return Dispatched(
@@ -401,7 +401,7 @@ class RoundKernels:
             expert_counts=metadata[-local:],
             index=None,
             tokens=len(ids.topk_idx),
-            _home=Kept(metadata[: self._sizes.memory_bytes // 4].view(torch.uint8), None),
+            _saved=SavedMemory(metadata[: self._sizes.memory_bytes // 4].view(torch.uint8), None),
             _owner=owner,
         )
 

@@ -25,7 +25,7 @@ from raymoe.exchange.peer.build import Build, refuse
 from raymoe.exchange.peer.combine import CombineGrid, CombineParams, combine_source
 from raymoe.exchange.peer.dispatch import DispatchParams, RefusalRecord, dispatch_source, routed_again
 from raymoe.exchange.peer.dispatch_grid import DispatchGrid
-from raymoe.exchange.peer.kernel_result import Home, KernelDispatched, Metadata, keep_for_current_stream
+from raymoe.exchange.peer.kernel_result import KernelDispatched, Metadata, SavedMetadata, keep_for_current_stream
 from raymoe.exchange.peer.workspace import Workspace
 from raymoe.exchange.refusal import NO_REFUSAL, Refusal, judge_backward, judge_statuses
 from raymoe.exchange.spec import ExchangeSpec
@@ -144,16 +144,15 @@ class FusedBackend:
         return self._metadata.nbytes // 4
 
     def pack(self, got: Dispatched) -> torch.Tensor:
-        home = got._home
-        assert isinstance(home, Home)
-        return home.memory
+        saved = got.saved(SavedMetadata)
+        return saved.memory
 
     def unpack(self, metadata: torch.Tensor, rows: torch.Tensor, weights: torch.Tensor, ids: Ids) -> Dispatched:  # noqa: ARG002
         """Make the result of a dispatch again. Its weights are in `metadata` too."""
         # An operator's tensor does not say on which stream it was allocated, and callers do not see this one.
         keep_for_current_stream(metadata)
-        home = Home(metadata, metadata.data_ptr(), self._metadata, self.workspace.stream())
-        return KernelDispatched.over(rows, None, len(ids.topk_idx), home, self)
+        saved = SavedMetadata(metadata, metadata.data_ptr(), self._metadata, self.workspace.stream())
+        return KernelDispatched.over(rows, None, len(ids.topk_idx), saved, self)
 
     def combine_gradients(
         self, rows: torch.Tensor, weights: torch.Tensor, got: Dispatched, out: torch.Tensor, out_weights: torch.Tensor
@@ -196,9 +195,8 @@ class FusedBackend:
 
     def _set_pass(self, prepared: PreparedLaunch, forward: Dispatched) -> None:
         """Let a launch say that it belongs to the backward pass of the dispatch `forward`."""
-        home, fields = forward._home, prepared.launch.fields
-        assert isinstance(home, Home)
-        fields.forward, fields.record = home.address + self._metadata.at["got"], self._record(BACKWARD)
+        saved, fields = forward.saved(SavedMetadata), prepared.launch.fields
+        fields.forward, fields.record = saved.address + self._metadata.at["got"], self._record(BACKWARD)
         fields.site, fields.mark = forward.site, 0 if self._mark is None else self._mark.data_ptr()
 
     def _known_launches(self, x: torch.Tensor, got: Dispatched, out: torch.Tensor) -> tuple[Launch, ...]:
@@ -223,9 +221,8 @@ class FusedBackend:
         self, prepared: PreparedLaunch, x: torch.Tensor, got: Dispatched, out: torch.Tensor
     ) -> Launch:
         """Set the addresses of a launch that reads the metadata of `got`. It reads no ids and no weights."""
-        home, at = got._home, self._metadata.at
-        assert isinstance(home, Home)
-        memory = home.address
+        saved, at = got.saved(SavedMetadata), self._metadata.at
+        memory = saved.address
         sent = memory + at["got"] + 4 * self.world.rank  # of Got.tokens: those that the dispatch has sent
         results = (memory + at[name] for name in ("weights", "expert_offsets", "expert_counts"))
         kept = (memory + at[name] for name in ("home", "masks", "got"))
@@ -236,11 +233,10 @@ class FusedBackend:
 
     def _keep_for_this_stream(self, got: Dispatched) -> None:
         """Keep the metadata of a dispatch for an operation on the current stream."""
-        home = got._home
-        assert isinstance(home, Home)
+        saved = got.saved(SavedMetadata)
         self.workspace.error.check()
-        if home.stream != self.workspace.stream():
-            keep_for_current_stream(home.memory)
+        if saved.stream != self.workspace.stream():
+            keep_for_current_stream(saved.memory)
 
     def _prepared_carrying(self) -> tuple[PreparedLaunch, ...]:
         """The launches of a combine that carries numbers, made at the first backward pass."""
@@ -349,8 +345,8 @@ class FusedBackend:
         memory = torch.empty(self._metadata.nbytes // 4, dtype=torch.int32, device=self.world.device)
         x = self._slot_rows if out is None else out
         assert x is not None
-        home = Home(memory, memory.data_ptr(), self._metadata, self.workspace.stream())
-        return KernelDispatched.over(x, self._new_scales(), tokens.x.shape[0], home, self)
+        saved = SavedMetadata(memory, memory.data_ptr(), self._metadata, self.workspace.stream())
+        return KernelDispatched.over(x, self._new_scales(), tokens.x.shape[0], saved, self)
 
     def _new_scales(self) -> torch.Tensor | None:
         """Allocate the scales of raw rows, block after block as DeepGEMM takes them, unless the slots hold them."""
@@ -361,10 +357,9 @@ class FusedBackend:
 
     def _keep_for_receive(self, got: Dispatched, tokens: Tokens) -> None:
         """Keep the memory that a receive reads, which may be on another stream than the send."""
-        home = got._home
-        assert isinstance(home, Home)
-        if home.stream != self.workspace.stream():
-            keep_for_current_stream(home.memory, tokens.num_tokens, got.scales if self._slot_scales is None else None)
+        saved = got.saved(SavedMetadata)
+        if saved.stream != self.workspace.stream():
+            keep_for_current_stream(saved.memory, tokens.num_tokens, got.scales if self._slot_scales is None else None)
 
     def _enqueue(self, op: str, *launches: Launch) -> None:
         """Enqueue launches on the current stream."""
@@ -376,9 +371,8 @@ class FusedBackend:
         return self._set_dispatch_addresses(self._dispatches[parts], got, tokens)
 
     def _set_dispatch_addresses(self, prepared: PreparedLaunch, got: Dispatched, tokens: Tokens) -> Launch:
-        home, at = got._home, self._metadata.at
-        assert isinstance(home, Home)
-        memory = home.address
+        saved, at = got.saved(SavedMetadata), self._metadata.at
+        memory = saved.address
         in_slots = self._slot_rows is not None
         prepared.set_addresses(
             tokens.x.data_ptr(),
@@ -409,10 +403,9 @@ class FusedBackend:
     def _set_combine_addresses(
         self, prepared: PreparedLaunch, rows: torch.Tensor, got: Dispatched, weighted: bool, out: torch.Tensor
     ) -> Launch:
-        home, at = got._home, self._metadata.at
-        assert isinstance(home, Home)
+        saved, at = got.saved(SavedMetadata), self._metadata.at
         self._keep_for_this_stream(got)
-        memory = home.address
+        memory = saved.address
         addresses = memory + at["home"], memory + at["masks"], memory + at["got"]
         prepared.set_addresses(rows.data_ptr(), *addresses, out.data_ptr())
         fields = prepared.launch.fields

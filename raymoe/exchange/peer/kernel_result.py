@@ -64,7 +64,7 @@ class Metadata:
 
 
 @dataclass(slots=True)
-class Home:
+class SavedMetadata:
     """The metadata of a dispatch on the device, which its combine reads."""
 
     memory: torch.Tensor
@@ -89,19 +89,20 @@ class KernelDispatched(Dispatched):
     """A result whose `weights`, `expert_offsets`, `expert_counts` and `index` are made on first use."""
 
     @classmethod
-    def over(cls, x: torch.Tensor, scales: torch.Tensor | None, tokens: int, home: Home, owner: object) -> Self:
-        """Make a result over memory in `home`."""
+    def over(
+        cls, x: torch.Tensor, scales: torch.Tensor | None, tokens: int, saved: SavedMetadata, owner: object
+    ) -> Self:
+        """Make a result over the memory in `saved`."""
         got = cls.__new__(cls)  # the dataclass's constructor would need all tensors now
         got.x, got.scales, got.tokens = x, scales, tokens
-        got._home, got._owner, got.site = home, owner, 0
+        got._saved, got._owner, got.site = saved, owner, 0
         return got
 
     def __getattr__(self, name: str) -> torch.Tensor | None:
         """Make a view on first use: Python calls this only for attributes that are not set."""
         if name not in _VIEWS:
             raise AttributeError(f"a dispatch's result has no attribute {name!r}")
-        home = self._home
-        assert isinstance(home, Home)
-        view = home.metadata.view(home.memory, name) if name in home.metadata.at else None
+        saved = self.saved(SavedMetadata)
+        view = saved.metadata.view(saved.memory, name) if name in saved.metadata.at else None
         setattr(self, name, view)
         return view

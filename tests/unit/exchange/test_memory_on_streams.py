@@ -11,7 +11,7 @@ import torch
 
 from raymoe.exchange.backend import Ids, Tokens
 from raymoe.exchange.exchange import Exchange
-from raymoe.exchange.nccl.nccl_kernels import Kept, RoundKernels
+from raymoe.exchange.nccl.nccl_kernels import RoundKernels, SavedMemory
 from raymoe.exchange.peer.kernel_result import keep_for_current_stream
 from raymoe.exchange.spec import ExchangeSpec
 from raymoe.moe.differentiable import combine, dispatch
@@ -68,7 +68,7 @@ def test_memory_that_a_second_stream_reads_is_lent_to_it(kind: str, form: str, s
 
 
 def test_nccl_backends_lend_memory_to_a_second_stream() -> None:
-    kept = Kept(torch.zeros(4), FIRST)
+    kept = SavedMemory(torch.zeros(4), FIRST)
     with mock.patch("raymoe.exchange.nccl.nccl_kernels.keep_for_current_stream") as lent:
         assert kept.used_on(FIRST) is kept.memory
         lent.assert_not_called()

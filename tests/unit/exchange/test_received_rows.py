@@ -14,7 +14,7 @@ ROWS, HIDDEN = 5, 320
 def dispatched(x: torch.Tensor, **more: torch.Tensor) -> Dispatched:
     nothing = torch.zeros(0)
     given = {"x": x, "weights": nothing, "expert_offsets": nothing, "expert_counts": nothing, "index": None}
-    return Dispatched(**{**given, **more}, tokens=0, _home=None, _owner=None)
+    return Dispatched(**{**given, **more}, tokens=0, _saved=None, _owner=None)
 
 
 def quantised(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
