@@ -438,7 +438,7 @@ def launched_on_machine() -> Iterator[None]:
     """Let backends make launches of the machine, and words of its memory."""
     with ExitStack() as patched:
         for module in ("fused", "fused_ll", "staged"):
-            patched.enter_context(mock.patch(f"raymoe.exchange.{module}.Launch", EmulatedLaunch))
+            patched.enter_context(mock.patch(f"raymoe.exchange.peer.{module}.Launch", EmulatedLaunch))
         patched.enter_context(mock.patch("raymoe.exchange.peer.fused.HostWords", EmulatedWords))
         yield
 

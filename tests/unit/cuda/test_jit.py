@@ -338,7 +338,7 @@ def test_a_process_has_one_shared_compiler(monkeypatch, tmp_path):
 def test_importing_raymoe_device_loads_neither_torch_nor_cuda():
     modules = sorted(path.stem for path in Path(jit.__file__).parent.glob("*.py") if path.stem != "__init__")
     program = (
-        f"import sys\nimport {', '.join(f'raymoe.device.{name}' for name in modules)}\n"
+        f"import sys\nimport {', '.join(f'raymoe.cuda.{name}' for name in modules)}\n"
         "loaded = [name for name in ('torch', 'cuda', 'numpy', 'ray') if name in sys.modules]\n"
         "assert not loaded, loaded"
     )
