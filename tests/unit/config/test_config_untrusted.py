@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import os
-import tempfile
 import time
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +14,6 @@ from raymoe.config import load_job
 from raymoe.config.resolved import job_from_resolved
 from raymoe.errors import ConfigError
 from raymoe.report.directory import RunDirectory
-from tests.short_folder import short_base
 from tests.unit.config.configs_on_disk import refused, write
 
 SECRET = "hunter2"
@@ -28,13 +25,12 @@ def told(error: ConfigError) -> str:
 
 
 @pytest.fixture
-def folders() -> Iterator[tuple[Path, Path]]:
-    """Make the folder of a config, and one beside it, at short paths: an error shortens a long one."""
-    with tempfile.TemporaryDirectory(prefix="rm-", dir=short_base(11)) as folder:
-        own, other = Path(folder, "own"), Path(folder, "other")
-        own.mkdir()
-        other.mkdir()
-        yield own, other
+def folders(short_path: Path) -> tuple[Path, Path]:
+    """Make the folder of a config, and one beside it."""
+    own, other = short_path / "own", short_path / "other"
+    own.mkdir()
+    other.mkdir()
+    return own, other
 
 
 # `defaults` names only what is called a config.
