@@ -24,6 +24,7 @@ def quantise(rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     A block's scale is its largest finite magnitude divided by 448. A block without finite elements other than zero has
     scale 1. An infinity becomes 448 and NaN stays NaN.
 
+    >>> import torch
     >>> values, scales = quantise(torch.tensor([[0.0] * 128 + [3.0, -896.0, torch.inf]]))
     >>> values[0, 127:].tolist(), scales.tolist()
     ([0.0, 1.5, -448.0, 448.0], [[1.0, 2.0]])

@@ -21,7 +21,8 @@ def names_in(path: str) -> frozenset[str]:
 def missing(named: Iterable[str]) -> list[str]:
     """Return the names to which no test belongs.
 
-    >>> missing(["unit/test_plan.py::test_impossible_specs_are_refused", "unit/test_plan.py::test_of_nothing"])
-    ['unit/test_plan.py::test_of_nothing']
+    >>> file = "unit/exchange/test_plan.py"
+    >>> missing([f"{file}::test_impossible_specs_are_refused", f"{file}::test_of_nothing"])
+    ['unit/exchange/test_plan.py::test_of_nothing']
     """
     return [each for each in named if each.partition("::")[2] not in names_in(each.partition("::")[0])]

@@ -15,8 +15,8 @@
 // costs a quarter of the link (8 CTAs x 12 stages of 16 KiB: 278 against 360 GB/s; H200, 2026-11-21). A block moves
 // about (bytes in flight / 2.1 us) until the link is full. Offering more than the link takes costs throughput as well.
 //
-// Dynamic shared memory: `stages` x `stage_bytes`, then 8 bytes a stage for the barriers. raymoe/transport/copy_kernel.py
-// computes the same sum.
+// Dynamic shared memory: `stages` x `stage_bytes`, then 8 bytes a stage for the barriers.
+// raymoe/transport/copy_kernel.py computes the same sum.
 #pragma once
 
 #include "raymoe/base/ptx.cuh"

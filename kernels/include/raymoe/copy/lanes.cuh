@@ -1,6 +1,6 @@
 // The lanes of a copy: their parameters, the threads that work on them, and how a run of a lane begins and ends.
 //
-// kernels/copy/copy.cu describes the protocol. Each word's writer, reader and order are given below, where it is declared.
+// copy.cu describes the protocol. Each word's writer, reader and order are given below, where it is declared.
 #pragma once
 
 #include "raymoe/base/ptx.cuh"
