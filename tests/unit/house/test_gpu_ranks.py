@@ -23,6 +23,10 @@ from tests.unit.exchange.exchange_judge import judge
 CPU = {"device": "cpu", "timeout_s": 5.0}
 
 
+# These test a helper of tests on GPUs, so `make test-all` runs them.
+pytestmark = pytest.mark.thorough
+
+
 @pytest.fixture(scope="module")
 def pair() -> Iterator[GpuRanks]:
     with GpuRanks(2) as started:
@@ -50,12 +54,10 @@ def working_pids(pair: GpuRanks) -> list[int]:
     return pair.run(2, pid, **CPU)
 
 
-@pytest.mark.thorough
 def test_rank_processes_that_succeed_are_kept(pair: GpuRanks) -> None:
     assert working_pids(pair) == working_pids(pair)
 
 
-@pytest.mark.one_in(3)
 @pytest.mark.parametrize(
     ("how", "kind", "said"),
     [("raises", ConfigError, "says rank 1"), ("pytest", BaseException, "says pytest"), ("dies", RankGone, "code -9")],
@@ -80,7 +82,6 @@ def test_a_hung_rank_is_given_up_at_the_deadline(pair: GpuRanks, monkeypatch: py
     working_pids(pair)
 
 
-@pytest.mark.thorough
 def test_a_world_that_cannot_be_opened_raises_its_error(pair: GpuRanks) -> None:
     with pytest.raises(ConfigError, match="timeout_s is 0"):
         pair.run(2, pid, device="cpu", timeout_s=0)
@@ -93,7 +94,6 @@ def leave_a_file_at_exit(world: World, folder: str, how: str = "") -> int:
     return fail(world, how) if how else os.getpid()
 
 
-@pytest.mark.thorough
 @pytest.mark.parametrize(("grace_s", "left"), [(0.0, []), (30.0, ["rank0", "rank1"])])
 def test_rank_processes_exit_by_themselves_within_the_grace_period(
     tmp_path: Path, grace_s: float, left: list[str]
@@ -103,7 +103,6 @@ def test_rank_processes_exit_by_themselves_within_the_grace_period(
     assert sorted(path.name for path in tmp_path.iterdir()) == left
 
 
-@pytest.mark.thorough
 def test_a_hung_rank_is_killed_after_the_grace_period(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with GpuRanks(2, grace_s=2.0) as started:
         working_pids(started)
@@ -115,7 +114,6 @@ def test_a_hung_rank_is_killed_after_the_grace_period(tmp_path: Path, monkeypatc
     assert [path.name for path in tmp_path.iterdir()] == ["rank0"]
 
 
-@pytest.mark.thorough
 def test_processes_started_as_by_torchrun_run_a_case_and_report_errors(tmp_path: Path) -> None:
     """As tests/gpu/test_worlds_gpu.py does, with the code that a program under torchrun has."""
     case = Case(2, ExchangeSpec(tokens=5, hidden=8, experts=4, topk=2), "host", ("uniform", "one"), seed=1)

@@ -83,7 +83,7 @@ def limit_of(moment: str) -> float:
     return 2 * TIMEOUT_S if moment == GLOO_CONNECTS else TIMEOUT_S  # Gloo waits for half of it
 
 
-@pytest.mark.one_in(3)
+@pytest.mark.one_in(4)
 @pytest.mark.parametrize(
     ("stopped", "moment"),
     [*((0, moment) for moment in MOMENTS), (2, GLOO_CONNECTS)],
