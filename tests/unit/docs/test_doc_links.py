@@ -19,8 +19,13 @@ SOURCES = [
     if path.is_file() and "__pycache__" not in path.parts
 ]
 NAMES = {path.name for path in SOURCES} | {path.name for path in ROOT.iterdir()}
-EXTERNAL_NAMES = {"a.cuh", "job_supervisor.py"}
-"""File names that are not in the repository: an example, and a file of Ray."""
+EXTERNAL_NAMES = {
+    "a.cuh",  # an example
+    "job_supervisor.py",  # of Ray
+    *("elastic.py", "comm.cuh"),  # of DeepEP
+    *("trtllm_moe_alltoall.py", "comm.py"),  # of FlashInfer
+}
+"""File names that are not in the repository."""
 _SOURCE_NAME = re.compile(r"(?<![\w.*{-])([a-z][a-z0-9_]*\.(?:py|cu|cuh))\b(?!\()")
 
 
