@@ -325,8 +325,7 @@ class Rank:
 
 
 def _open_world(member: Member, span: DomainSettings | None) -> World:
-    from raymoe.memory.spanning import SpanningWorld
-    from raymoe.memory.world import World
+    from raymoe.memory.world import SpanningWorld, World
 
     if span is None:
         return World.of_member(member)

@@ -25,6 +25,7 @@ import mmap
 import os
 import stat
 import weakref
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TypeAlias
 
@@ -169,6 +170,22 @@ def map_peer(descriptor: dict[str, object]) -> HostSegment:
         raise WiringError(f"{nbytes} bytes of {path} could not be mapped: {error.strerror}") from error
     finally:
         os.close(fd)
+
+
+def map_all(own: HostSegment, rank: int, descriptors: Sequence[dict[str, object]]) -> list[HostSegment]:
+    """Map the memory of all ranks, of which `rank` has its `own`.
+
+    The error names every rank that failed: one may have left because of another.
+    """
+    segments, problems = [], []
+    for peer, descriptor in enumerate(descriptors):
+        try:
+            segments.append(own if peer == rank else map_peer(descriptor))
+        except WiringError as error:
+            problems.append(f"rank {peer}: {error}")
+    if problems:
+        raise WiringError("; ".join(problems))
+    return segments
 
 
 def _check_link(path: str) -> None:
