@@ -175,7 +175,7 @@ LIGHT = {
     "try:\n    code = main(['validate', 'quickstart'])\n"
     "except SystemExit as end:\n    code = end.code\n"
     "assert not code, code",
-    "the doctor": "import raymoe.doctor.examine, raymoe.doctor.probe",
+    "the doctor": "import raymoe.doctor.examine, raymoe.doctor.probes",
     "the report": "import raymoe.report.directory, raymoe.report.environment, raymoe.report.tables\n"
     "raymoe.report.environment.environment()",
 }
