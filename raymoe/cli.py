@@ -30,8 +30,8 @@ Address = Annotated[
 ]
 Out = Annotated[Path | None, typer.Option(metavar="DIR", help="Copy the results there. Default: runs/ID.")]
 
-# Typer bundles click or depends on it, by version. This finds the class that Typer uses.
-UsageError = cast(type[typer.BadParameter], typer.BadParameter.__mro__[1])
+# Typer bundles click or depends on it, by version, and exports only this subclass of click's UsageError.
+UsageError = cast(type[typer.BadParameter], typer.BadParameter.__base__)
 
 app = typer.Typer(
     help="Expert-parallel Mixture-of-Experts work on a Ray cluster.",
@@ -57,10 +57,9 @@ def run(
     ] = False,
 ) -> int:
     """Run a config, on a named Ray cluster or on a local Ray."""
-    from raymoe.run import Request
-    from raymoe.run import run as execute
+    from raymoe.run import Request, run
 
-    return execute(Request(config, tuple(sets or ()), address, out, quiet, resume, profile))
+    return run(Request(config, tuple(sets or ()), address, out, quiet, resume, profile))
 
 
 @app.command()
@@ -73,10 +72,9 @@ def submit(
     detach: Annotated[bool, typer.Option("--detach", help="Do not follow the job. Print its ID.")] = False,
 ) -> int:
     """Submit a job to a Ray cluster, follow it and copy its results."""
-    from raymoe.submit import SubmitRequest
-    from raymoe.submit import submit as send
+    from raymoe.submit import submit
 
-    return send(SubmitRequest(job, tuple(sets or ()), address, out, dry_run, detach))
+    return submit(job, sets or (), address, out, dry_run, detach)
 
 
 @app.command()
@@ -86,17 +84,17 @@ def attach(
     out: Out = None,
 ) -> int:
     """Follow a submitted job and copy its results."""
-    from raymoe.submit import attach as follow
+    from raymoe.submit import attach
 
-    return follow(job, address, out)
+    return attach(job, address, out)
 
 
 @app.command()
 def jobs(address: Address = None) -> None:
     """List the runs on a Ray cluster."""
-    from raymoe.submit import jobs as table
+    from raymoe.submit import jobs
 
-    print_result(table(address))
+    print_result(jobs(address))
 
 
 @app.command()
@@ -194,8 +192,7 @@ def dashboard(
     """Write raymoe's Grafana dashboard."""
     import json
 
-    from raymoe.gang.dashboard import FILE, default_folder
-    from raymoe.gang.dashboard import dashboard as made
+    from raymoe.gang.dashboard import FILE, dashboard, default_folder
     from raymoe.report.directory import cannot_write, write_atomically
 
     folder = default_folder() if out is None else out
@@ -203,7 +200,7 @@ def dashboard(
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise cannot_write(folder, error) from error
-    write_atomically(folder / FILE, json.dumps(made(), indent=2) + "\n")
+    write_atomically(folder / FILE, json.dumps(dashboard(), indent=2) + "\n")
     print_result(printable(f"{folder / FILE}") + "\n")
 
 

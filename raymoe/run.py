@@ -120,9 +120,9 @@ class Recorder:
                 self.progress.note(f"generation {generation}: {len(ranks)} ranks ready after {seconds:.1f} s ({pids})")
             case Progressed(case, done, total, step_s):
                 self.progress.step(case, in_words(done, total, step_s), done / total if total else 0.0)
-            case Profiled(process, host, spans, shift_s, error_s):
+            case Profiled(process, host, spans, shift):
                 self.trace.add(process, host, spans)
-                self.trace.shift(host, shift_s, error_s)
+                self.trace.shift(host, shift.seconds, shift.error)
             case CaseDone(case, generation, lines):
                 commit = str(self.facts["commit"]) if self.facts["commit"] else None
                 run = self.directory.run

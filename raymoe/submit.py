@@ -15,11 +15,10 @@ import signal
 import sys
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from raymoe.config.submission import Order, address_problem, load_submission
+from raymoe.config.submission import EntrypointSection, JobRequest, address_problem, load_submission
 from raymoe.errors import CannotWrite, ClusterError, ConfigError, RaymoeError, one_line, printable, shown
 from raymoe.gang.address import JOBS_ADDRESSES, jobs_address, send_token
 from raymoe.report.directory import new_run_id
@@ -29,50 +28,44 @@ from raymoe.report.transfer import copy_if_readable, unpack
 from raymoe.shell import Interrupted
 
 if TYPE_CHECKING:
-    from raymoe.gang.submit import JobRequest, JobsApi, JobState
+    from raymoe.gang.jobs_api import JobsApi, JobState
 
 RESULTS_S = 60.0  # for the job that reads results on the driver's node
 
 
-@dataclass(frozen=True)
-class SubmitRequest:
-    """The command line of `raymoe submit`."""
+def submit(
+    file: str, sets: Sequence[str], address: str | None, out: Path | None, dry_run: bool = False, detach: bool = False
+) -> int:
+    """Submit the job in a file, follow it and copy its results to `out`; return the exit code.
 
-    job: str
-    sets: tuple[str, ...] = ()
-    address: str | None = None
-    out: Path | None = None
-    dry_run: bool = False
-    detach: bool = False
-
-
-def submit(request: SubmitRequest) -> int:
-    """Submit a job, follow it and copy its results; return the exit code. Raises RaymoeError if nothing was started."""
-    order = load_submission(request.job, request.sets)
-    address = _address(request.address, order.address)
-    if request.dry_run:
-        print(command_line(order, address), flush=True)
+    Raises RaymoeError if nothing was started.
+    """
+    config, request = load_submission(file, sets)
+    named = address, request.address
+    address = _address(*named)
+    if dry_run:
+        print(command_line(request, address), flush=True)
         return 0
-    _check_destination(request.out)
+    _check_destination(out)
     api = connect(address)
     if notice := ray_version_notice(api.ray_version, importlib.metadata.version("ray")):
-        _tell(notice)
-    job = _request(order)
-    where = "" if request.address is None and order.address is None else f" --address {shlex.quote(address)}"
-    if (directory := order.runtime_env.get("working_dir", "")).startswith("/"):
-        _tell(f"uploading {directory}, unless the cluster has it")
+        _note(notice)
+    job = new_run_id(config.name)
+    where = "" if named == (None, None) else f" --address {shlex.quote(address)}"
+    if (directory := request.runtime_env.get("working_dir", "")).startswith("/"):
+        _note(f"uploading {directory}, unless the cluster has it")
     try:
-        api.submit(job, _tell)
+        api.submit(job, request, _note)
     except KeyboardInterrupt:
-        _tell(f"stopped while the cluster was asked; it may have started job {job.id}: raymoe attach {job.id}{where}")
+        _note(f"stopped while the cluster was asked; it may have started job {job}: raymoe attach {job}{where}")
         raise
-    stops = "" if request.detach else "; Ctrl-C stops it, and Ctrl-C twice leaves it"
-    _tell(f"job {job.id} is submitted to {shown(api.address)}{stops}")
-    if request.detach:
-        _tell(f"to follow it and copy its results: raymoe attach {job.id}{where}")
-        print(job.id, flush=True)
+    stops = "" if detach else "; Ctrl-C stops it, and Ctrl-C twice leaves it"
+    _note(f"job {job} is submitted to {shown(api.address)}{stops}")
+    if detach:
+        _note(f"to follow it and copy its results: raymoe attach {job}{where}")
+        print(job, flush=True)
         return 0
-    return _follow(api, job.id, request.out, where)
+    return _follow(api, job, out, where)
 
 
 def attach(job: str, address: str | None, out: Path | None) -> int:
@@ -93,7 +86,7 @@ def connect(address: str) -> JobsApi:
     """Connect to the Jobs API of a cluster, with the token if there is one."""
     if send_token():
         os.environ["RAY_AUTH_MODE"] = "token"  # read when Ray is imported
-    from raymoe.gang.submit import JobsApi
+    from raymoe.gang.jobs_api import JobsApi
 
     return JobsApi(address)
 
@@ -101,20 +94,20 @@ def connect(address: str) -> JobsApi:
 # The command line that does the same.
 
 
-def command_line(order: Order, address: str) -> str:
+def command_line(request: JobRequest, address: str) -> str:
     """Give the `ray job submit` line that does what `submit` does, to be typed in a shell."""
     words = ["ray", "job", "submit", "--address", address]
-    words += ["--runtime-env-json", json.dumps(order.runtime_env)]
-    words += ["--metadata-json", json.dumps(order.metadata)]
-    asked = order.resources
-    amounts = {"num-cpus": asked.cpus, "num-gpus": asked.gpus, "memory": asked.memory}
+    words += ["--runtime-env-json", json.dumps(request.runtime_env)]
+    words += ["--metadata-json", json.dumps(request.metadata)]
+    resources = request.resources
+    amounts = {"num-cpus": resources.cpus, "num-gpus": resources.gpus, "memory": resources.memory}
     for name, amount in amounts.items():
         words += (
             [f"--entrypoint-{name}", f"{amount:.15g}" if isinstance(amount, float) else str(amount)] if amount else []
         )
-    for name, mapping in {"resources": asked.resources, "label-selector": asked.labels}.items():
+    for name, mapping in {"resources": resources.resources, "label-selector": resources.labels}.items():
         words += [f"--entrypoint-{name}", json.dumps(mapping)] if mapping else []
-    return _variables(address) + " ".join(map(quoted, [*words, "--", *order.entrypoint]))
+    return _variables(address) + " ".join(map(quoted, [*words, "--", *request.entrypoint]))
 
 
 def quoted(word: str) -> str:
@@ -151,23 +144,6 @@ def _address(*named: str | None) -> str:
     return address
 
 
-def _request(order: Order) -> JobRequest:
-    from raymoe.gang.submit import JobRequest
-
-    asked = order.resources
-    return JobRequest(
-        entrypoint=shlex.join(order.entrypoint),
-        id=new_run_id(order.job.name),
-        runtime_env=order.runtime_env,
-        metadata=order.metadata,
-        cpus=asked.cpus,
-        gpus=asked.gpus,
-        memory=asked.memory,
-        resources=asked.resources,
-        labels=asked.labels,
-    )
-
-
 def ray_version_notice(cluster: str, here: str) -> str | None:
     """Say that the cluster's Ray differs from the one here; None if it does not.
 
@@ -188,11 +164,12 @@ def _follow(api: JobsApi, job: str, out: Path | None, where: str) -> int:
     from raymoe.gang.follow import Follower
 
     again = f"raymoe attach {quoted(job)}{where}"
-    followed = Follower(api, job, _print_log, _tell, again).follow()
-    if followed.left and followed.signum is not None:
-        how = "is being stopped" if followed.stopping else "goes on"
-        return _ended(f"left job {job}, which {how}; `{again}` follows it", 128 + followed.signum)
-    state = followed.state
+    follower = Follower(api, job, _print_log, _note, again)
+    follower.follow()
+    if follower.left and follower.signum is not None:
+        how = "is being stopped" if follower.stopping else "goes on"
+        return _ended(f"left job {job}, which {how}; `{again}` follows it", 128 + follower.signum)
+    state = follower.state
     assert state is not None, "following ends with a state, a signal or an error"
     destination = out or Path("runs") / run_of(job)  # an ID may be any text, also one with `/` or `..`
     problem: RaymoeError | None = None
@@ -204,16 +181,16 @@ def _follow(api: JobsApi, job: str, out: Path | None, where: str) -> int:
         code = interrupt.stopped.exit_code
         return _ended(f"stopped by {signal.Signals(code - 128).name}; the results of job {job} are not copied", code)
     if copied:
-        _tell(f"results are in {destination}")
+        _note(f"results are in {destination}")
     exit_code, sentence = verdict(state, destination if copied else None)
-    if followed.signum is not None:
-        name = signal.Signals(followed.signum).name
-        return _ended(f"stopped by {name}; job {job} is {state.status}, finished cases are kept", 128 + followed.signum)
+    if follower.signum is not None:
+        name = signal.Signals(follower.signum).name
+        return _ended(f"stopped by {name}; job {job} is {state.status}, finished cases are kept", 128 + follower.signum)
     if problem is not None:
         unread = f"the results of job {job} cannot be copied: {problem}"
         if exit_code == 0:
             return _ended(unread, CannotWrite.exit_code)
-        _tell(unread)
+        _note(unread)
     return exit_code if exit_code == 0 else _ended(sentence, exit_code)
 
 
@@ -229,17 +206,16 @@ def bring_results(api: JobsApi, state: JobState, destination: Path) -> bool:
         return True
     if state.node is None:  # the job never started
         return False
-    from raymoe.gang.follow import output_on_node
-    from raymoe.gang.submit import JobRequest
+    from raymoe.gang.follow import output_of
 
     reader = JobRequest(
-        entrypoint=shlex.join(["python", "-m", "raymoe.report.transfer", out or "", state.id]),
-        id=f"{run_of(state.id)}-results-{secrets.token_hex(2)}",
-        runtime_env=state.runtime_env,
+        entrypoint=("python", "-m", "raymoe.report.transfer", out or "", state.id),
+        runtime_env=dict(state.runtime_env),
         metadata={"job_name": f"results of {state.id}"},
-        labels={"ray.io/node-id": state.node},
+        resources=EntrypointSection(labels={"ray.io/node-id": state.node}),
     )
-    unpack(output_on_node(api, reader, RESULTS_S), state.id, destination)
+    output = output_of(api, f"{run_of(state.id)}-results-{secrets.token_hex(2)}", reader, RESULTS_S)
+    unpack(output, state.id, destination)
     return True
 
 
@@ -311,12 +287,12 @@ def _print_log(text: str) -> None:
     sys.stdout.flush()
 
 
-def _tell(line: str) -> None:
+def _note(line: str) -> None:
     print(printable(" ".join(line.split())), file=sys.stderr, flush=True)
 
 
 def _ended(sentence: str, exit_code: int) -> int:
-    _tell(sentence)
+    _note(sentence)
     return exit_code
 
 

@@ -10,8 +10,10 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
-from raymoe.config.rules import CPU_BACKENDS, GPU_BACKENDS, MOE, ROUTERS
 from raymoe.config.sections import (
+    ABILITIES,
+    MOE,
+    ROUTERS,
     ExchangeSection,
     LayerSection,
     OverlapSection,
@@ -207,10 +209,10 @@ def kind_of_ranks(job: Job) -> str | None:
     if job.world.device != "auto":
         return job.world.device
     jobs = [case.job for case in job.cases()] if "workload" in job.matrix else [job]
-    kinds = {_needed_kind(each) for each in jobs} - {None}
+    kinds = {_needed_kind(alone) for alone in jobs} - {None}
     if len(kinds) > 1:
         raise ConfigError("matrix.workload has cases for GPU ranks and cases for CPU ranks; run them apart")
-    layers = any(each.workload == "layer" for each in jobs)
+    layers = any(alone.workload == "layer" for alone in jobs)
     return kinds.pop() if kinds else "cpu" if layers else None
 
 
@@ -224,12 +226,13 @@ def _needed_kind(job: Job) -> str | None:
 
 
 def _kind_of_backends(job: Job) -> str | None:
-    backends = [str(case.job.exchange.backend) for case in job.cases()]
-    on_gpus = [name for name in backends if name in GPU_BACKENDS]
-    on_cpus = [name for name in backends if name in CPU_BACKENDS]
-    if on_gpus and on_cpus:
+    """The kind of ranks that the backends of all cases need. Raises if one needs GPU ranks and another CPU ranks."""
+    backends: dict[str | None, str] = {}  # the first backend that needs each kind
+    for case in job.cases():
+        backends.setdefault(ABILITIES[case.job.exchange.backend].only_device, case.job.exchange.backend)
+    if "cuda" in backends and "cpu" in backends:
         raise ConfigError(
-            f"exchange.backend needs GPU ranks in one case ({on_gpus[0]}) and CPU ranks in another ({on_cpus[0]}), "
-            "but all cases run in one gang; start a run for each"
+            f"exchange.backend needs GPU ranks in one case ({backends['cuda']}) and CPU ranks in another "
+            f"({backends['cpu']}), but all cases run in one gang; start a run for each"
         )
-    return "cuda" if on_gpus else "cpu" if on_cpus else None
+    return "cuda" if "cuda" in backends else "cpu" if "cpu" in backends else None

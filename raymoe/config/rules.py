@@ -4,38 +4,21 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, get_args
 
-from raymoe.config.sections import DTYPE_BYTES, OtherSystem
-from raymoe.exchange.spec import MOST_ROWS
+from raymoe.config.job import Job
+from raymoe.config.sections import ABILITIES, MOE, SPANNING
+from raymoe.exchange.abilities import BACKENDS, Abilities, backends_of
+from raymoe.exchange.spec import MOST_ROWS, ROW_BYTES, worst_rows
+from raymoe.fp8 import FP8
+from raymoe.memory.layout import ITEM_BYTES
 
-if TYPE_CHECKING:
-    from raymoe.config.job import Job
-
-_ROW_BYTES = 16  # the size of a row is a multiple of this
 _VECTOR = 8  # elements of a row that the kernels of workload pointwise move at a time
-
-MOE = ("exchange", "overlap", "layer")
-SPANNING = ("exchange", "layer")
-"""The workloads whose ranks can be in several domains."""
-BETWEEN_GPUS = frozenset({"auto", "fused", "staged", "allgather"})
-"""The backends of GPU ranks in several domains."""
-ROUTERS = ("softmax", "sigmoid", "chosen")
-"""The kinds of a layer's own router."""
 
 GPU_TRANSPORTS = frozenset({"copy_engine", "tma", "collective"})
 SMS_TRANSPORTS = frozenset({"auto", "tma"})
-OTHER_SYSTEMS: frozenset[str] = frozenset(get_args(OtherSystem))
-"""No rule refuses a case that such a system cannot run. Its result line gives the reason, and the run continues."""
 
-BESIDE = frozenset({"auto", "fused", "staged", "allgather"})
-"""Backends that can run beside a matrix product, because their operations never wait on the host."""
-
-LAYER_BACKENDS = ("auto", "fused", "staged", "collective", "allgather", "host")
-
-GPU_BACKENDS = frozenset({"fused", "staged", "row_push", "nccl_bare"}) | OTHER_SYSTEMS
-CPU_BACKENDS = frozenset({"host"})
-FLOAT8, FLOAT8_BACKENDS = "float8_e4m3", frozenset({"auto", "fused", "staged", "row_push"}) | OTHER_SYSTEMS
+BESIDE = sorted(name for name in backends_of("cuda") if not BACKENDS[name].waits_on_host)
+"""The backends that can run beside a matrix product, because their operations never wait on the host."""
 
 
 @dataclass(frozen=True)
@@ -66,6 +49,10 @@ def broken_rules(job: Job) -> Iterator[BrokenRule]:
             yield BrokenRule(rule, *found)
 
 
+def _abilities(job: Job) -> Abilities:
+    return ABILITIES[job.exchange.backend]
+
+
 def _experts_divide(job: Job) -> tuple[str, str] | None:
     experts, ranks = job.shape.experts, job.world.ranks
     if experts % ranks == 0:
@@ -82,21 +69,20 @@ def _topk_fits(job: Job) -> tuple[str, str] | None:
 
 
 def _rows_are_multiples_of_16_bytes(job: Job) -> tuple[str, str] | None:
-    size = DTYPE_BYTES[job.shape.dtype]
+    size = ITEM_BYTES[job.shape.dtype]
     row = job.shape.hidden * size
-    if row % _ROW_BYTES == 0:
+    if row % ROW_BYTES == 0:
         return None
-    step = _ROW_BYTES // size
+    step = ROW_BYTES // size
     return (
-        f"a row of {job.shape.hidden} {job.shape.dtype} has {row} bytes, not a multiple of {_ROW_BYTES}",
+        f"a row of {job.shape.hidden} {job.shape.dtype} has {row} bytes, not a multiple of {ROW_BYTES}",
         f"hidden {-(-job.shape.hidden // step) * step} would do",
     )
 
 
 def _rows_can_be_counted(job: Job) -> tuple[str, str] | None:
-    rows = job.world.ranks * job.shape.tokens * job.shape.topk
-    rows += job.shape.experts // job.world.ranks * (job.exchange.alignment - 1)
-    rows = -(-rows // job.exchange.alignment) * job.exchange.alignment
+    entries = job.world.ranks * job.shape.tokens * job.shape.topk
+    rows = worst_rows(entries, job.shape.experts // job.world.ranks, job.exchange.alignment)
     if rows <= MOST_ROWS:
         return None
     return f"a rank may receive {rows} rows, offsets count to {MOST_ROWS}", "take fewer tokens, ranks or topk"
@@ -117,40 +103,38 @@ def _capacity_suffices(job: Job) -> tuple[str, str] | None:
 
 def _dispatch_sends_the_dtype(job: Job) -> tuple[str, str] | None:
     wire, dtype = job.exchange.wire.dispatch, job.shape.dtype
-    if wire in (None, dtype, FLOAT8):
+    if wire in (None, dtype, FP8):
         return None
     return f"rows of {dtype} cannot cross as {wire}", f"write {dtype} or leave it out"
 
 
 def _float8_is_for_gpus(job: Job) -> tuple[str, str] | None:
-    if job.exchange.wire.dispatch != FLOAT8:
+    if job.exchange.wire.dispatch != FP8:
         return None
     if job.workload == "layer":
-        return f"rows of a layer cannot cross as {FLOAT8}, whose gradients would be lost", "leave wire out"
+        return f"rows of a layer cannot cross as {FP8}, whose gradients would be lost", "leave wire out"
     if job.world.device == "cpu":
-        return f"rows cannot cross as {FLOAT8} between CPU ranks", "leave wire out, or run workload exchange on cuda"
-    if job.exchange.backend not in FLOAT8_BACKENDS:
+        return f"rows cannot cross as {FP8} between CPU ranks", "leave wire out, or run workload exchange on cuda"
+    if not _abilities(job).float8:
         return (
-            f"backend {job.exchange.backend} has no {FLOAT8}",
+            f"backend {job.exchange.backend} has no {FP8}",
             "fused and staged have it, the others send the shape's dtype",
         )
     return None
 
 
-def _backends_are_for(device: str, wrong: frozenset[str]) -> Callable[[Job], tuple[str, str] | None]:
-    def check(job: Job) -> tuple[str, str] | None:
-        backend = job.exchange.backend
-        if job.world.device != device or backend not in wrong:
-            return None
-        return f"{backend} is no backend of {device} ranks", "auto chooses one that is"
-
-    return check
+def _backend_serves_the_device(job: Job) -> tuple[str, str] | None:
+    device = job.world.device
+    if device == "auto" or device in _abilities(job).devices:
+        return None
+    return f"{job.exchange.backend} is no backend of {device} ranks", "auto chooses one that is"
 
 
 def _layers_have_exchanges(job: Job) -> tuple[str, str] | None:
-    if job.exchange.backend in LAYER_BACKENDS:
+    if job.exchange.backend in BACKENDS:
         return None
-    return f"{job.exchange.backend} is no exchange, so no layer can use it", f"layers take {', '.join(LAYER_BACKENDS)}"
+    exchanges = ", ".join(backends_of("cuda", "cpu"))
+    return f"{job.exchange.backend} is no exchange, so no layer can use it", f"layers take {exchanges}"
 
 
 def _gpus_multiply_bfloat16(job: Job) -> tuple[str, str] | None:
@@ -192,10 +176,10 @@ def _only_staged_has_transports(job: Job) -> tuple[str, str] | None:
         return None
     if job.world.device == "cpu":
         return "CPU ranks have no copy engine", "write auto or leave it out"
-    if asked.backend not in ("auto", "staged"):
+    if not _abilities(job).copy_engine:
         return f"backend {asked.backend} has no choice of transport", f"backend staged takes {asked.transport}"
-    if asked.wire.dispatch == FLOAT8:
-        return f"the copy engine cannot convert rows to {FLOAT8}", "leave wire or transport out"
+    if asked.wire.dispatch == FP8:
+        return f"the copy engine cannot convert rows to {FP8}", "leave wire or transport out"
     return None
 
 
@@ -216,15 +200,15 @@ def _chunks_cross_domains(job: Job) -> tuple[str, str] | None:
         return "rows between CPU ranks cross at once", way_out
     if job.world.domains == 1 and job.world.domain != "auto":
         return "rows cross in chunks between domains, and these ranks have one", f"set world.domain, or {way_out}"
-    if job.exchange.backend in ("auto", "fused") and job.exchange.transport == "auto":
+    if _abilities(job).chunks and job.exchange.transport == "auto":
         return None
     return "only backend fused waits for chunks of rows", "take fused or auto"
 
 
 def _nccl_is_not_captured(job: Job) -> tuple[str, str] | None:
-    if job.steps.graph is not True or job.exchange.backend != "collective" or job.world.device != "cuda":
+    if job.steps.graph is not True or not _abilities(job).waits_on_host or job.world.device != "cuda":
         return None
-    return "backend collective waits on the host, so no CUDA graph can capture it", "write auto or false"
+    return f"backend {job.exchange.backend} waits on the host, so no CUDA graph can capture it", "write auto or false"
 
 
 def _trace_is_named(job: Job) -> tuple[str, str] | None:
@@ -271,28 +255,31 @@ def _workload_may_span(job: Job) -> tuple[str, str] | None:
 
 def _backends_cross_domains(job: Job) -> tuple[str, str] | None:
     """CPU ranks have no backend that cannot. Where the device is open, the rank finds out."""
-    backend, domains = job.exchange.backend, job.world.domains
-    on_gpus = job.world.device == "cuda" or backend in GPU_BACKENDS
-    if domains == 1 or not on_gpus or backend in BETWEEN_GPUS:
+    abilities, domains = _abilities(job), job.world.domains
+    on_gpus = "cuda" in (job.world.device, abilities.only_device)
+    if domains == 1 or not on_gpus or abilities.between_domains:
         return None
-    return f"{backend} does not cross {domains} domains of GPU ranks", "fused, staged, allgather and auto do"
+    return (
+        f"{job.exchange.backend} does not cross {domains} domains of GPU ranks",
+        "fused, staged, allgather and auto do",
+    )
 
 
 def _domains_take_the_dtype(job: Job) -> tuple[str, str] | None:
     """GPU ranks quantise rows before they cross to another domain. Values move in pieces there."""
     hidden = job.shape.hidden
-    if job.world.domains == 1 or job.exchange.wire.dispatch != FLOAT8 or hidden % _ROW_BYTES == 0:
+    if job.world.domains == 1 or job.exchange.wire.dispatch != FP8 or hidden % ROW_BYTES == 0:
         return None
     return (
-        f"rows of {hidden} elements cannot cross {job.world.domains} domains as {FLOAT8}",
-        f"leave wire out, or write hidden {-(-hidden // _ROW_BYTES) * _ROW_BYTES}",
+        f"rows of {hidden} elements cannot cross {job.world.domains} domains as {FP8}",
+        f"leave wire out, or write hidden {-(-hidden // ROW_BYTES) * ROW_BYTES}",
     )
 
 
 def _graph_needs_gpus(job: Job) -> tuple[str, str] | None:
     on_cpus = job.world.device == "cpu"
     if job.workload == "layer" and job.world.device == "auto":
-        on_cpus = job.exchange.backend not in GPU_BACKENDS
+        on_cpus = _abilities(job).only_device != "cuda"
     if job.steps.graph is not True or not on_cpus:
         return None
     return "CUDA graphs need GPU ranks and these are CPU ranks", "write auto or false"
@@ -333,7 +320,7 @@ def _overlap_is_between_gpus(job: Job) -> tuple[str, str] | None:
 def _can_run_beside_a_product(job: Job) -> tuple[str, str] | None:
     if job.exchange.backend in BESIDE:
         return None
-    return f"backend {job.exchange.backend} cannot run beside a matrix product", f"{', '.join(sorted(BESIDE))} can"
+    return f"backend {job.exchange.backend} cannot run beside a matrix product", f"{', '.join(BESIDE)} can"
 
 
 def _overlap_is_eager(job: Job) -> tuple[str, str] | None:
@@ -401,8 +388,7 @@ RULES = (
         ("exchange.wire.dispatch", "exchange.backend", "world.device", "workload"),
         _float8_is_for_gpus,
     ),
-    Rule(("exchange", "layer"), ("exchange.backend", "world.device"), _backends_are_for("cpu", GPU_BACKENDS)),
-    Rule(("exchange", "layer"), ("exchange.backend", "world.device"), _backends_are_for("cuda", CPU_BACKENDS)),
+    Rule(("exchange", "layer"), ("exchange.backend", "world.device"), _backend_serves_the_device),
     Rule(("layer",), ("exchange.backend", "workload"), _layers_have_exchanges),
     Rule(("layer",), ("shape.dtype", "world.device", "workload"), _gpus_multiply_bfloat16),
     Rule(("layer",), ("layer.router.kind", "routing.kind", "routing.masked"), _one_chooses_the_experts),

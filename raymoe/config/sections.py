@@ -4,16 +4,15 @@ from __future__ import annotations
 
 import re
 from fractions import Fraction
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, get_args
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, WithJsonSchema
 from pydantic_core import PydanticCustomError
 
+from raymoe.exchange.abilities import BACKENDS, Abilities
 from raymoe.exchange.spec import MOST_ALIGNMENT, MOST_EXPERTS, MOST_HIDDEN, MOST_ROWS, MOST_TOKENS, MOST_TOPK
 
-# Sizes with units, and the bytes of an element.
-
-DTYPE_BYTES = {"bfloat16": 2, "float16": 2, "float32": 4}
+# Sizes with units.
 
 _UNITS = {"B": 1, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30, "TiB": 2**40, "kB": 10**3, "MB": 10**6, "GB": 10**9}
 _SIZE = re.compile(r"([0-9]{1,15}(?:\.[0-9]{1,15})?) ?([A-Za-z]*)")
@@ -55,6 +54,23 @@ def format_size(size: int) -> str:
 Dtype = Literal["bfloat16", "float16", "float32"]
 DispatchWire = Literal["bfloat16", "float16", "float32", "float8_e4m3"]
 OtherSystem = Literal["nvshmem"]
+
+# Groups of the values that a key takes.
+
+MOE = ("exchange", "overlap", "layer")
+"""The workloads with an exchange."""
+SPANNING = ("exchange", "layer")
+"""The workloads whose ranks can be in several domains."""
+ROUTERS = ("softmax", "sigmoid", "chosen")
+"""The kinds of a layer's own router."""
+OTHER_SYSTEMS: frozenset[str] = frozenset(get_args(OtherSystem))
+"""No rule refuses a case that such a system cannot run. Its result line gives the reason, and the run continues."""
+ABILITIES = BACKENDS | {
+    "row_push": Abilities(("cuda",), float8=True),
+    "nccl_bare": Abilities(("cuda",)),
+    **dict.fromkeys(OTHER_SYSTEMS, Abilities(("cuda",), float8=True)),
+}
+"""The abilities of each value of `exchange.backend`: the exchanges, and what serves comparison."""
 
 
 class Section(BaseModel):

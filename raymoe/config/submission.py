@@ -167,7 +167,7 @@ def submission_schema() -> dict[str, Any]:
     }
 
 
-# From a file to what a cluster is asked for.
+# From a file to the request that a cluster gets.
 
 ALWAYS_EXCLUDED = ("/.git", "/.venv", "/runs")
 STOP_WAIT_S = "10"
@@ -177,21 +177,21 @@ DEFAULT_OUT = "~/raymoe_runs/{run}"
 
 
 @dataclass(frozen=True)
-class Order:
-    """A checked job, as the Jobs API takes it. Paths of this machine are absolute."""
+class JobRequest:
+    """A job, as Ray's Jobs API takes it. Paths of this machine are absolute."""
 
-    job: Job
     entrypoint: tuple[str, ...]
-    address: str | None
-    runtime_env: dict[str, Any]
-    resources: EntrypointSection
-    metadata: dict[str, str]
+    runtime_env: dict[str, Any] = field(default_factory=dict)
+    metadata: dict[str, str] = field(default_factory=dict)
+    resources: EntrypointSection = field(default_factory=EntrypointSection)
+    address: str | None = None
+    """Address of the cluster; None if the file names none."""
 
 
-def load_submission(name: str, sets: Sequence[str] = ()) -> Order:
-    """Load the job in a file, or the packaged job of that name, with its config. `sets` change keys of the config.
+def load_submission(name: str, sets: Sequence[str] = ()) -> tuple[Job, JobRequest]:
+    """Load the job in a file, or the packaged job of that name. Return the job of its config, and the request for Ray.
 
-    Raises ConfigError with all problems of both files.
+    `sets` change keys of the config. Raises ConfigError with all problems of both files.
     """
     path = find_config(name, folder="jobs")
     source = Source(shown_path(path), path.absolute().parent, 0)
@@ -206,7 +206,7 @@ def load_submission(name: str, sets: Sequence[str] = ()) -> Order:
     check.paths(submission.runtime_env, config)
     if check.problems or config is None:
         raise report(source.name, check.problems)
-    return _order(submission, config, source.folder)
+    return config.job, _request(submission, config, source.folder)
 
 
 @dataclass(frozen=True)
@@ -348,7 +348,7 @@ def _normal(path: Path) -> Path:
     return Path(os.path.normpath(path.absolute()))
 
 
-def _order(submission: Submission, config: _Config, folder: Path) -> Order:
+def _request(submission: Submission, config: _Config, folder: Path) -> JobRequest:
     directory = working_dir(submission.runtime_env, folder)
     file = config.name if config.path not in config.files else os.path.relpath(_normal(config.path), directory)
     words = ["python", "-m", "raymoe", "run", file]
@@ -359,7 +359,7 @@ def _order(submission: Submission, config: _Config, folder: Path) -> Order:
     own |= {"raymoe_out": submission.out} if submission.out else {}
     metadata = {"job_name": config.job.name} | submission.metadata | own
     env = _runtime_env(submission.runtime_env, folder)
-    return Order(config.job, tuple(words), submission.address, env, submission.entrypoint, metadata)
+    return JobRequest(tuple(words), env, metadata, submission.entrypoint, submission.address)
 
 
 def _on_the_cluster(text: str, directory: Path | None) -> str:

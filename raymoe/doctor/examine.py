@@ -11,10 +11,8 @@ from raymoe.doctor.finding import Device, Finding, Machine, Needs, count, gpus_o
 from raymoe.doctor.gpus import judge_driver, judge_gpus, judge_nvlink, judge_tma
 from raymoe.doctor.host import judge_cache, judge_memfd, judge_memory, judge_shm
 from raymoe.doctor.ipc import judge_ipc
-from raymoe.doctor.local_ray import judge_ray
-from raymoe.doctor.nvrtc import judge_nvrtc
 from raymoe.doctor.probes import BOUNDS, Probes
-from raymoe.doctor.tensors import judge_torch
+from raymoe.doctor.software import judge_nvrtc, judge_ray, judge_torch
 from raymoe.errors import PlacementError
 
 # The verdict: whether a config can run here, and why not.

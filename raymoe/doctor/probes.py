@@ -1,18 +1,24 @@
-"""Run the probes of one examination, each in its own child process, which may hang or crash."""
+"""Run the probes of one examination, each in its own child process, which may hang or crash.
+
+The parent starts a child (`Child`), whose program is `answer`: it runs one probe and sends lines of JSON back.
+"""
 
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import json
 import os
 import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 
+from raymoe.doctor import cuda, host, ipc, nvml, software
 from raymoe.doctor.finding import ProbeOutcome
+from raymoe.errors import RaymoeError
 
 # One probe in a child process.
 #
@@ -25,7 +31,7 @@ from raymoe.doctor.finding import ProbeOutcome
 # The child gets the import path of its parent; until then -P keeps the working directory out of it.
 _PROGRAM = (
     "import json, sys; sys.path[:] = json.loads(sys.argv[1]); "
-    "from raymoe.doctor.probe import main; main(sys.argv[2], int(sys.argv[3]))"
+    "from raymoe.doctor.probes import answer; answer(sys.argv[2], int(sys.argv[3]))"
 )
 _KILL_S = 2.0
 
@@ -126,6 +132,44 @@ def _session(leader: int) -> list[int]:
                 if os.getsid(int(entry.name)) == leader:
                     found.append(int(entry.name))
     return found
+
+
+# The program of a child.
+
+PROBES: dict[str, Callable[[Callable[[str], None]], dict[str, object]]] = {
+    "host": host.probe,
+    "nvml": nvml.probe,
+    "cuda": cuda.probe,
+    "ipc": ipc.probe,
+    "nvrtc": software.probe_nvrtc,
+    "torch": software.probe_torch,
+    "ray": software.probe_ray,
+}
+"""Each returns its values. It calls its argument with what it is doing, for the case that it hangs."""
+_PR_SET_PDEATHSIG = 1
+
+
+def answer(name: str, fd: int) -> None:
+    """Run one probe, and send its values as JSON."""
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)  # if the doctor is killed, this process ends too
+    os.set_inheritable(fd, False)
+
+    def send(**message: object) -> None:
+        os.write(fd, (json.dumps(message) + "\n").encode())
+
+    try:
+        send(values=PROBES[name](lambda activity: send(doing=activity)))
+    except Exception as error:  # noqa: BLE001  (every error of a probe is its outcome)
+        send(trouble=_one_line(error))
+
+
+def _one_line(error: BaseException) -> str:
+    """
+    >>> _one_line(ModuleNotFoundError("No module named 'ray'"))
+    "ModuleNotFoundError: No module named 'ray'"
+    """
+    text = next((line.strip() for line in str(error).splitlines() if line.strip()), "")
+    return text if isinstance(error, RaymoeError) and text else f"{type(error).__name__}: {text}".removesuffix(": ")
 
 
 # All probes of one examination, which run at the same time.

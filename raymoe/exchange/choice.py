@@ -8,6 +8,7 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 from raymoe.errors import ConfigError
+from raymoe.exchange.abilities import BACKENDS, backends_of
 from raymoe.exchange.backend import Backend
 from raymoe.exchange.domains.chunks import chunk_of, sms_beside, too_many_sms
 from raymoe.exchange.nccl.rounds import MOST_EXPERTS, MOST_RANKS, SPREAD_VECTORS
@@ -20,18 +21,10 @@ if TYPE_CHECKING:
     from raymoe.exchange.cpu.cpu_backend import Carrier
     from raymoe.exchange.peer.workspace import Workspace
 
-BACKENDS = {
-    "cpu": ("auto", "host", "collective", "allgather"),
-    "cuda": ("auto", "fused", "staged", "collective", "allgather"),
-}
 AUTO = {"cpu": ("host",), "cuda": ("fused", "collective")}
 """The backends that `auto` tries, in this order, where the spec allows all of them."""
 AUTO_BETWEEN_DOMAINS = ("fused", "allgather")
-"""Those that it tries on GPU ranks in several domains."""
-NCCL_BACKENDS = ("collective", "allgather")
-KERNEL_BACKENDS = ("fused", "staged")
-BETWEEN_DOMAINS = ("fused", "staged", "allgather")
-"""The backends inside a domain of GPU ranks, where there are several domains."""
+"""The backends that `auto` tries on GPU ranks in several domains."""
 ROUNDS_MOST = {"ranks": MOST_RANKS, "experts a rank": MOST_EXPERTS, "pieces of rows": 2**31 - 1}
 SPREAD_BYTES = 16 * SPREAD_VECTORS // 2  # the smallest unit of work of a row
 FUSED_CAPABILITY = (9, 0)
@@ -116,7 +109,7 @@ def _make_choice(
     name: str, world: World, spec: ExchangeSpec, request: ExchangeRequest, facts: Sequence[RankFacts]
 ) -> Choice:
     """Turn `sms` into a number, and decide how `fused` carries rows."""
-    if name not in KERNEL_BACKENDS:
+    if not BACKENDS[name].hopper_kernels:
         return Choice(name)
     from raymoe.exchange.peer.workspace import Links, is_ll
 
@@ -140,7 +133,7 @@ def in_chunks(inside: Choice, spec: ExchangeSpec, request: ExchangeRequest, fact
     A number of tokens as `chunk` asks for flags and slots where `fused` would carry rows in lines.
     """
     reasons = []
-    if inside.backend != "fused":
+    if not BACKENDS[inside.backend].chunks:
         reasons.append(f"backend {inside.backend} waits for all rows: take fused, or leave chunk out")
     if inside.lines and request.chunk == "auto":
         reasons.append("few tokens cross at once")
@@ -179,15 +172,15 @@ def why_not(name: str, device: str, spec: ExchangeSpec, facts: Sequence[RankFact
     >>> why_not("fused", "cuda", ExchangeSpec(8, 64, 4, 2, transport="copy_engine"), [RankFacts()])
     'transport copy_engine; only staged, on GPUs, has it: take staged, or leave transport out'
     """
-    if spec.by_copy_engine and name != "staged":
+    if spec.by_copy_engine and not BACKENDS[name].copy_engine:
         return f"transport {spec.transport}; only staged, on GPUs, has it: take staged, or leave transport out"
-    if spec.dispatch_wire == FP8 and name not in KERNEL_BACKENDS:
+    if spec.dispatch_wire == FP8 and not BACKENDS[name].float8:
         return f"rows that cross as {FP8}; only fused and staged, on GPUs, carry them so: leave wire out"
     if spec.dispatch_wire == FP8 and spec.by_copy_engine:
         return f"rows that cross as {FP8} by {spec.transport}; a copy quantises nothing: leave transport or wire out"
-    if device == "cuda" and name in NCCL_BACKENDS:
+    if device == "cuda" and BACKENDS[name].nccl:
         return _no_nccl(facts) or _no_round_kernels(spec, len(facts))
-    return _no_kernels(name, spec, facts) if name in KERNEL_BACKENDS else None
+    return _no_kernels(name, spec, facts) if BACKENDS[name].hopper_kernels else None
 
 
 def why_not_between_domains(name: str, spec: ExchangeSpec, facts: Sequence[RankFacts], domains: int) -> str | None:
@@ -207,7 +200,7 @@ def why_not_between_domains(name: str, spec: ExchangeSpec, facts: Sequence[RankF
     'in domain 0, ranks 0 and 1 share GPU a; NCCL needs one GPU a rank: take fused or staged, or leave share_gpu out'
     """
     between = f"ranks are on GPUs in {domains} domains"
-    if name not in BETWEEN_DOMAINS:
+    if not BACKENDS[name].between_domains:
         return f"{between}, which {name} does not connect: take fused, staged or allgather"
     if spec.dispatch_wire == FP8 and spec.hidden % ROW_BYTES:
         return (
@@ -264,7 +257,7 @@ def _make_between_gpus(choice: Choice, world: World, spec: ExchangeSpec) -> Back
     launcher = world.shared(GpuLauncher)  # made first, so that it is closed last
     rail = world.shared(NcclRail)  # before NCCL inside a domain: it tells NCCL which domain this rank is in
     inside = _make_on_gpu(choice, world.domain, spec.inside(world.domains), None)
-    assert isinstance(inside, InsideBackend), f"{choice.backend} is one of BETWEEN_DOMAINS"
+    assert isinstance(inside, InsideBackend), f"{choice.backend} serves several domains"
     return HierarchicalGpu(world, spec, RailParts(launcher, rail, inside, choice.chunk))
 
 
@@ -305,9 +298,9 @@ def _request_error(world: World, spec: object, request: ExchangeRequest) -> Conf
         return ConfigError(f"spec is a {type(spec).__name__}; an ExchangeSpec is needed")
     if spec.expert_group != 1:
         return ConfigError(f"expert_group is {spec.expert_group}; only the exchange inside a domain has groups")
-    if request.backend not in BACKENDS[device]:
+    if request.backend not in backends_of(device):
         kind = "CPU" if device == "cpu" else "GPU"
-        return ConfigError(f"backend is {request.backend!r}; {kind} ranks have {', '.join(BACKENDS[device])}")
+        return ConfigError(f"backend is {request.backend!r}; {kind} ranks have {', '.join(backends_of(device))}")
     if request.sms != "auto" and (type(request.sms) is not int or request.sms < 1):
         return ConfigError(f"sms is {request.sms!r}; it is 'auto' or a number of SMs, at least 1")
     if request.chunk != "auto" and (type(request.chunk) is not int or request.chunk < 1):

@@ -205,12 +205,21 @@ class ExchangeSpec:
         """
         return replace(self, tokens=domains * self.tokens, depth=0, expert_group=domains)
 
-    def gaps(self, ranks: int) -> int:
-        """The most rows in gaps on a rank: each expert, or group of experts, has `alignment` - 1."""
-        return self.local_experts(ranks) // self.expert_group * (self.alignment - 1)
+    def groups(self, ranks: int) -> int:
+        """The number of groups of experts on a rank. After each there is a gap of at most `alignment` - 1 rows."""
+        return self.local_experts(ranks) // self.expert_group
 
     def _worst(self, ranks: int) -> int:
-        return round_up(ranks * self.tokens * self.topk + self.gaps(ranks), self.alignment)
+        return worst_rows(ranks * self.tokens * self.topk, self.groups(ranks), self.alignment)
+
+
+def worst_rows(entries: int, groups: int, alignment: int) -> int:
+    """Count the rows of a rank that receives all `entries` (token, k), with a gap after each of its groups of experts.
+
+    >>> worst_rows(entries=8192, groups=8, alignment=16)
+    8320
+    """
+    return round_up(entries + groups * (alignment - 1), alignment)
 
 
 def _shortest_wire(

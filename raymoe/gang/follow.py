@@ -24,8 +24,9 @@ from typing import Any
 
 from aiohttp import ClientError
 
+from raymoe.config.submission import JobRequest
 from raymoe.errors import ClusterError, RaymoeError, one_line
-from raymoe.gang.submit import JobRequest, JobsApi, JobState
+from raymoe.gang.jobs_api import JobsApi, JobState
 from raymoe.shell import stop_signals
 
 LEAVE_S = 1.0  # between the first signal and the request to stop
@@ -34,16 +35,6 @@ LOST_S = 30.0  # without an answer, before the cluster counts as lost
 REST_S = 5.0  # for the rest of the log of a job that has ended
 POLL_S = 0.5
 PENDING_S = 10.0  # between lines about a job that has not started
-
-
-@dataclass(frozen=True)
-class Followed:
-    """How following ended: the last state, and the signal that asked to stop or to leave, if any."""
-
-    state: JobState | None
-    signum: int | None = None
-    left: bool = False
-    stopping: bool = False  # the cluster was asked to stop the job
 
 
 @dataclass(frozen=True)
@@ -58,32 +49,38 @@ class _LogEnded:
 
 @dataclass
 class Follower:
-    """Follows one job. `write` gets its log, `tell` gets lines about the job; `again` is the command for later."""
+    """Follows one job. `write` gets its log, `notify` gets lines about it; `again` is the command for later."""
 
     api: JobsApi
     job: str
     write: Callable[[str], None]
-    tell: Callable[[str], None]
+    notify: Callable[[str], None]
     again: str
+    state: JobState | None = None  # the last one
+    signum: int | None = None  # the signal that asked to stop the job, or to leave it
+    left: bool = False  # before the job ended
     _events: queue.SimpleQueue[Any] = field(default_factory=queue.SimpleQueue)
     _over: threading.Event = field(default_factory=threading.Event)
-    _signum: int | None = None
     _stop_at: float = float("inf")
     _give_up_at: float = float("inf")
-    _state: JobState | None = None
     _passed: int = 0  # characters of the log
 
-    def follow(self) -> Followed:
-        """Follow to the end. Raises ClusterError if the cluster answers no more."""
+    @property
+    def stopping(self) -> bool:
+        """Whether the cluster was asked to stop the job."""
+        return self._give_up_at != float("inf")
+
+    def follow(self) -> None:
+        """Follow to the end, or until the user leaves. Raises ClusterError if the cluster answers no more."""
         with self._signals():
             for work in (self._read_log, self._read_states):
                 threading.Thread(target=work, daemon=True).start()
             try:
-                return self._listen()
+                self._listen()
             finally:
                 self._over.set()
 
-    def _listen(self) -> Followed:
+    def _listen(self) -> None:
         log_ended, ends_at, next_line = False, float("inf"), time.monotonic() + PENDING_S
         while True:
             now = time.monotonic()
@@ -91,13 +88,14 @@ class Follower:
                 self._stop_at, self._give_up_at = float("inf"), now + STOP_S
                 threading.Thread(target=self._stop, daemon=True).start()
             if now >= self._give_up_at:
-                self.tell(f"job {self.job} has not ended {STOP_S:g} s after it was asked to stop")
-                return Followed(self._state, self._signum, left=True, stopping=True)
-            if self._state is not None and self._state.over and (log_ended or now >= ends_at):
-                return Followed(self._state, self._signum)
-            if self._state is not None and self._state.status == "PENDING" and now >= next_line:
+                self.notify(f"job {self.job} has not ended {STOP_S:g} s after it was asked to stop")
+                self.left = True
+                return
+            if self.state is not None and self.state.over and (log_ended or now >= ends_at):
+                return
+            if self.state is not None and self.state.status == "PENDING" and now >= next_line:
                 next_line = now + PENDING_S
-                self.tell(f"job {self.job}: {one_line(self._state.message)}")
+                self.notify(f"job {self.job}: {one_line(self.state.message)}")
             try:
                 event = self._events.get(timeout=0.1)
             except queue.Empty:
@@ -106,21 +104,22 @@ class Follower:
                 case _Text(text):
                     self.write(text)
                 case JobState():
-                    self._state = event
+                    self.state = event
                     ends_at = min(ends_at, time.monotonic() + REST_S) if event.over else ends_at
                 case _LogEnded():
                     log_ended = True
                 case RaymoeError():
                     raise event
                 case int(signum) if self._leaves(signum):
-                    return Followed(self._state, signum, left=True, stopping=self._give_up_at != float("inf"))
+                    self.signum, self.left = signum, True
+                    return
 
     def _leaves(self, signum: int) -> bool:
         """Note a signal; return whether it says to leave the job."""
-        if signum == signal.SIGHUP or self._signum is not None:
+        if signum == signal.SIGHUP or self.signum is not None:
             return True
-        self._signum, self._stop_at = signum, time.monotonic() + LEAVE_S
-        self.tell(f"stopping job {self.job} in {LEAVE_S:g} s; press Ctrl-C again to leave it running")
+        self.signum, self._stop_at = signum, time.monotonic() + LEAVE_S
+        self.notify(f"stopping job {self.job} in {LEAVE_S:g} s; press Ctrl-C again to leave it running")
         return False
 
     @contextmanager
@@ -183,15 +182,15 @@ class Follower:
                 self._passed = seen
 
 
-def output_on_node(api: JobsApi, request: JobRequest, seconds: float) -> str:
+def output_of(api: JobsApi, job: str, request: JobRequest, seconds: float) -> str:
     """Run a short job and return its log. Raises ClusterError past `seconds`."""
-    api.submit(request, lambda _: None)
+    api.submit(job, request, lambda _: None)
     deadline = time.monotonic() + seconds
-    while not (state := api.state(request.id)).over:
+    while not (state := api.state(job)).over:
         if time.monotonic() > deadline:
-            api.stop(request.id)
-            raise ClusterError(f"the job {request.id} on that node has not ended after {seconds:g} s")
+            api.stop(job)
+            raise ClusterError(f"the job {job} on that node has not ended after {seconds:g} s")
         time.sleep(0.1)
     if state.status != "SUCCEEDED":
-        raise ClusterError(f"the job {request.id} on that node failed: {one_line(state.message)}")
-    return api.log(request.id)
+        raise ClusterError(f"the job {job} on that node failed: {one_line(state.message)}")
+    return api.log(job)

@@ -18,11 +18,10 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 from raymoe.config import Job
 from raymoe.gang import nodes
 from raymoe.gang import supervisor as sv
-from raymoe.gang.messages import Progressed
+from raymoe.gang.messages import ClockShift, Progressed
 from raymoe.gang.placement import Location, Reservation, seats_by_rank
 from raymoe.gang.processes import crash_report, end_ranks
 from raymoe.gang.rank import DomainSettings, Line, RankActor, RankSettings, Status
-from raymoe.gang.watch import Shift
 from raymoe.workload.memory_needed import bytes_per_rank, device_bytes_per_rank
 from raymoe.workload.progress import Progress, Span
 
@@ -62,7 +61,7 @@ class Gang:
         self._cursor = 0  # finished cases taken from rank 0
         self._taken: dict[int, int] = {}  # reports taken from each rank
         self._reports: list[tuple[int, Progress | Span]] = []
-        self.shifts: dict[int, Shift] = {}  # of the clock of each rank, by its last answer to a poll
+        self.shifts: dict[int, ClockShift] = {}  # of the clock of each rank, by its last answer to a poll
         self._finished: list[tuple[str, tuple[Line, ...]]] = []
         self._start(list(range(self.size)))
 
@@ -334,7 +333,7 @@ class Gang:
         _, asked = self._polls.pop(rank)
         status, event = self._read(Call("poll", rank), ref)
         if event is None:
-            self.shifts[rank] = Shift.of_answer(asked, status.now, time.monotonic())
+            self.shifts[rank] = ClockShift.of_answer(asked, status.now, time.monotonic())
             self._record(rank, status)
         return [] if event is None else [event]
 

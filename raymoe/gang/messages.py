@@ -65,17 +65,33 @@ class Progressed:
 
 
 @dataclass(frozen=True)
-class Profiled:
-    """Phases of the driver or of a rank. `shift_s` takes times of its host's clock to the driver's clock.
+class ClockShift:
+    """Seconds to add to a host's times, and a bound of the error."""
 
-    Each message of a host replaces the shift of earlier ones. `error_s` bounds its error.
+    seconds: float
+    error: float
+
+    @classmethod
+    def of_answer(cls, asked: float, there: float, answered: float) -> ClockShift:
+        """Return the shift that an answer shows: the other clock was at `there` between `asked` and `answered`.
+
+        >>> ClockShift.of_answer(asked=10.0, there=500.25, answered=10.5)
+        ClockShift(seconds=-490.0, error=0.25)
+        """
+        return cls((asked + answered) / 2 - there, (answered - asked) / 2)
+
+
+@dataclass(frozen=True)
+class Profiled:
+    """Phases of the driver or of a rank. `shift` converts times of its host to the driver's clock.
+
+    Each message of a host replaces the shift of earlier ones.
     """
 
     process: str
     host: str
     spans: tuple[Span, ...]
-    shift_s: float = 0.0
-    error_s: float = 0.0
+    shift: ClockShift
 
 
 @dataclass(frozen=True)

@@ -16,8 +16,7 @@ from ray.util.placement_group import PlacementGroup, placement_group, placement_
 
 from raymoe.config import Job
 from raymoe.config.job import kind_of_ranks
-from raymoe.config.rules import SPANNING
-from raymoe.config.sections import WorldSection
+from raymoe.config.sections import SPANNING, WorldSection
 from raymoe.errors import PlacementError
 from raymoe.gang.capacity import autoscaler_runs, free_and_held
 from raymoe.gang.domains import GPU_DOMAIN, DomainPlan, plan_domains, ranks_on, wide_nvlink_domain

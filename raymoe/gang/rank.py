@@ -28,8 +28,7 @@ from raymoe.errors import Aborted, PeerTimeout, RaymoeError
 from raymoe.gang.placement import Location
 from raymoe.gang.processes import SilenceWatch, end_with_parent, kept_imports, start_time, stderr_file
 from raymoe.gang.supervisor import Failure
-from raymoe.gang.watch import boot_id
-from raymoe.memory.address import address_for, network
+from raymoe.memory.address import address_for, boot_id, network
 from raymoe.workload.progress import Progress, Span, in_words
 
 if TYPE_CHECKING:
@@ -245,7 +244,7 @@ class Rank:
     def _wire(self, descriptors: Sequence[Mapping[str, Any]]) -> None:
         from raymoe.cuda.nvtx import nvtx_range
 
-        world = self._open_world()
+        world = self._require_world()
         with self._phase("wire"), nvtx_range(world.device, "wire"):
             world.wire([dict(descriptor) for descriptor in descriptors])
         self._enter("ready")
@@ -254,7 +253,7 @@ class Rank:
         from raymoe.cuda.nvtx import nvtx_range
         from raymoe.workload import run_case
 
-        world, now = self._open_world(), self.progress
+        world, now = self._require_world(), self.progress
         idle_since = time.monotonic()  # no step since then
         self._enter("running")
 
@@ -280,7 +279,7 @@ class Rank:
             now.finished.append((case.name, tuple(lines)))
         self._enter("done")
 
-    def _open_world(self) -> World:
+    def _require_world(self) -> World:
         if self.world is None:
             raise RuntimeError(f"rank {self.index} was asked to work before its memory was opened")
         return self.world
@@ -326,8 +325,7 @@ class Rank:
 
 
 def _open_world(member: Member, span: DomainSettings | None) -> World:
-    from raymoe.memory.spanning import SpanningWorld
-    from raymoe.memory.world import World
+    from raymoe.memory.world import SpanningWorld, World
 
     if span is None:
         return World.of_member(member)

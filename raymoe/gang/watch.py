@@ -11,41 +11,15 @@ from __future__ import annotations
 import time
 from collections import defaultdict
 from collections.abc import Callable
-from dataclasses import dataclass
-from pathlib import Path
-from typing import TYPE_CHECKING
 
 from raymoe.gang import supervisor as sv
-from raymoe.gang.messages import Message, Profiled
+from raymoe.gang.gang import Gang
+from raymoe.gang.messages import ClockShift, Message, Profiled
 from raymoe.gang.metrics import RunMetrics
+from raymoe.memory.address import boot_id
 from raymoe.workload.progress import Progress, Span
 
-if TYPE_CHECKING:
-    from raymoe.gang.gang import Gang
-
 DRIVER = "driver"
-
-
-def boot_id() -> str:
-    """Return the id of this host's boot. Processes with the same one share CLOCK_MONOTONIC."""
-    return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-
-
-@dataclass(frozen=True)
-class Shift:
-    """Seconds to add to a host's times, and a bound of the error."""
-
-    seconds: float
-    error: float
-
-    @classmethod
-    def of_answer(cls, asked: float, there: float, answered: float) -> Shift:
-        """Return the shift that an answer shows: the other clock was at `there` between `asked` and `answered`.
-
-        >>> Shift.of_answer(asked=10.0, there=500.25, answered=10.5)
-        Shift(seconds=-490.0, error=0.25)
-        """
-        return cls((asked + answered) / 2 - there, (answered - asked) / 2)
 
 
 def spans_of(progress: Progress, generation: int) -> list[Span]:
@@ -66,7 +40,7 @@ class RunWatch:
         self._run, self._ranks, self._cases, self._tell, self._profile = run, ranks, cases, tell, profile
         self._metrics: RunMetrics | None = None
         self._boot_id = boot_id()
-        self._shifts: dict[str, Shift] = {}
+        self._shifts: dict[str, ClockShift] = {}
         self._waiting: dict[str, list[Span]] = defaultdict(list)
         self._hosts = {DRIVER: self._boot_id}
         self._since = time.monotonic()
@@ -111,7 +85,7 @@ class RunWatch:
         elif self._profile:
             self._waiting[f"rank {rank}"].append(report)
 
-    def clock(self, rank: int, host: str, shift: Shift) -> None:
+    def clock(self, rank: int, host: str, shift: ClockShift) -> None:
         """Note the difference of clocks that an answer of a rank shows; keep the most exact one of its host."""
         self._hosts[f"rank {rank}"] = host
         known = self._shifts.get(host)
@@ -122,8 +96,8 @@ class RunWatch:
         """Send the main process the spans since the last call."""
         for process, spans in self._waiting.items():
             host = self._hosts.get(process, self._boot_id)
-            shift = self._shifts.get(host, Shift(0.0, 0.0))
-            self._tell(Profiled(process, host, tuple(spans), shift.seconds, shift.error))
+            shift = self._shifts.get(host, ClockShift(0.0, 0.0))
+            self._tell(Profiled(process, host, tuple(spans), shift))
         self._waiting.clear()
 
     def _driver_span(self, name: str, generation: int) -> None:

@@ -197,11 +197,11 @@ def join(name: str, rank: int, size: int, timeout_s: float = 60.0, **options: Un
         )
     if asked.domain is None or asked.domain == size:
         return _JoiningRank(member).join(str(asked.device))
-    from raymoe.memory.spanning import span
+    from raymoe.memory.world import SpanningWorld
 
     meetings = _Meetings(member)
     try:
-        world = span(meetings, asked.domain, str(asked.device), timeout_s, asked.share_gpu)
+        world = SpanningWorld.of_ranks(meetings, asked.domain, str(asked.device), timeout_s, asked.share_gpu)
     except BaseException as error:
         meetings.leave(error)
         raise
@@ -222,7 +222,7 @@ class _Meetings:
 
     def gather(
         self,
-        world: World | None,  # noqa: ARG002
+        device: torch.device | None,  # noqa: ARG002
         descriptor: dict[str, object] | None,
         problem: Exception | None,
     ) -> tuple[str, list[dict[str, Any]]]:

@@ -22,7 +22,7 @@ import torch
 from transformers.distributed.expert_parallel import EPImplementation, EPImplementationInterface
 
 from raymoe.errors import ConfigError, RaymoeError
-from raymoe.exchange.choice import BACKENDS
+from raymoe.exchange.abilities import BACKENDS, backends_of
 from raymoe.exchange.exchange import Exchange
 from raymoe.exchange.spec import ExchangeSpec
 from raymoe.memory.member import Member
@@ -41,9 +41,8 @@ class Registration:
     def __init__(self, name: str, tokens: int, backend: str, capacity: int | str, timeout_s: float) -> None:
         # A model makes its exchanges in its first forward pass. Mistakes are told before it is loaded.
         ExchangeSpec(tokens, hidden=8, experts=1, topk=1, capacity=capacity)
-        if not any(backend in known for known in BACKENDS.values()):
-            names = ", ".join(dict.fromkeys(each for known in BACKENDS.values() for each in known))
-            raise ConfigError(f"backend is {backend!r}; it is one of {names}")
+        if backend not in BACKENDS:
+            raise ConfigError(f"backend is {backend!r}; it is one of {', '.join(backends_of('cpu', 'cuda'))}")
         Member(rank=0, size=1, timeout_s=timeout_s)
         self.name, self.tokens, self.backend, self.capacity = name, tokens, backend, capacity
         self.timeout_s = timeout_s

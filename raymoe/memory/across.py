@@ -29,17 +29,14 @@ from datetime import timedelta
 from functools import partial
 from pathlib import Path
 from queue import SimpleQueue
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from torch import distributed
 
 from raymoe.errors import Aborted, ConfigError, PeerTimeout, WiringError
 from raymoe.memory.board import MAX_MESSAGE
-from raymoe.memory.wait import named_by_world
-
-if TYPE_CHECKING:
-    from raymoe.memory.wait import Waiter
-    from raymoe.memory.world import World
+from raymoe.memory.wait import Waiter, named_by_world
+from raymoe.memory.wiring import Collectives
 
 _CLOSING_S = 2.0  # rank 0 waits this long for the others to leave
 _SLICE_S = 0.02  # limits the delay of an abort; an answer wakes its caller at once
@@ -204,8 +201,8 @@ def _hang_up(address: StoreAddress) -> None:
 class StoreBoard:
     """Rounds in which the ranks of all domains take part, in one order."""
 
-    def __init__(self, world: World, domain: World, store: BoundedStore) -> None:
-        self._rank, self._size, self._waiter, self._domain = world.rank, world.size, world.waiter, domain
+    def __init__(self, world: Collectives, domain: Collectives, store: BoundedStore, waiter: Waiter) -> None:
+        self._rank, self._size, self._waiter, self._domain = world.rank, world.size, waiter, domain
         self._first = world.rank - domain.rank
         inside = range(self._first, self._first + domain.size)
         self._elsewhere = [rank for rank in range(world.size) if rank not in inside]

@@ -1,4 +1,7 @@
-"""Addresses at which ranks of different domains reach one another. No torch here: ranks report them when they start."""
+"""Find the machine that a rank is on, and the address at which ranks of other domains reach it.
+
+No torch here: ranks report both when they start.
+"""
 
 from __future__ import annotations
 
@@ -17,10 +20,14 @@ _GET_INTERFACE_ADDRESS = 0x8915  # SIOCGIFADDR
 _FAR_ADDRESS = ("192.0.2.1", 9)  # of documentation: the kernel chooses a route to it, and nothing is sent
 
 
+def boot_id() -> str:
+    """Return the id of this machine's boot. Processes with the same one share memory, and the clock CLOCK_MONOTONIC."""
+    return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+
+
 def network() -> tuple[str, str]:
     """Return a key of this process's network: ranks with the same key reach one another by the loopback address."""
-    boot_id = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-    return boot_id, str(Path("/proc/self/ns/net").readlink())
+    return boot_id(), str(Path("/proc/self/ns/net").readlink())
 
 
 def address_for(everywhere: Collection[object], known: str | None = None) -> str:

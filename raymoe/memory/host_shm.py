@@ -25,10 +25,12 @@ import mmap
 import os
 import stat
 import weakref
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TypeAlias
 
 from raymoe.errors import PlacementError, WiringError
+from raymoe.memory.address import boot_id
 
 KIND = "host_shm"
 
@@ -90,7 +92,7 @@ class HostSegment:
             "fd": fd,
             "started": start_time(os.getpid()),
             "pid_ns": _pid_namespace(),
-            "boot_id": _boot_id(),
+            "boot_id": boot_id(),
             "inode": os.fstat(fd).st_ino,
             "nbytes": self.nbytes,
         }
@@ -170,6 +172,22 @@ def map_peer(descriptor: dict[str, object]) -> HostSegment:
         os.close(fd)
 
 
+def map_all(own: HostSegment, rank: int, descriptors: Sequence[dict[str, object]]) -> list[HostSegment]:
+    """Map the memory of all ranks, of which `rank` has its `own`.
+
+    The error names every rank that failed: one may have left because of another.
+    """
+    segments, problems = [], []
+    for peer, descriptor in enumerate(descriptors):
+        try:
+            segments.append(own if peer == rank else map_peer(descriptor))
+        except WiringError as error:
+            problems.append(f"rank {peer}: {error}")
+    if problems:
+        raise WiringError("; ".join(problems))
+    return segments
+
+
 def _check_link(path: str) -> None:
     """Refuse a link of /proc that does not lead to a `memfd` with a label of raymoe. A file cannot have such a path."""
     target = str(Path(path).readlink())
@@ -225,9 +243,9 @@ def _map(fd: int, nbytes: int) -> Mapping:
 def _check_same_machine(descriptor: dict[str, object]) -> None:
     if descriptor["kind"] != KIND:
         raise WiringError(f"a heap of kind {descriptor['kind']}; CPU ranks map {KIND}")
-    if descriptor["boot_id"] != _boot_id():
+    if descriptor["boot_id"] != boot_id():
         raise WiringError(
-            f"a heap of a machine with boot id {descriptor['boot_id']}; this one has {_boot_id()}: put all ranks on "
+            f"a heap of a machine with boot id {descriptor['boot_id']}; this one has {boot_id()}: put all ranks on "
             "one host"
         )
     if descriptor["pid_ns"] != _pid_namespace():
@@ -245,10 +263,6 @@ def _refuse_if_too_large(name: str, nbytes: int) -> None:
             available = int(line.split()[1]) * 1024
             if nbytes > available:
                 raise PlacementError(f"{name} asks for {nbytes} bytes of shared memory; {available} are available")
-
-
-def _boot_id() -> str:
-    return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
 
 
 def _pid_namespace() -> str:

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import hashlib
 import re
+import socket
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TypedDict
+from typing import Any, TypedDict
 
 import raymoe
 from raymoe.errors import ConfigError, WiringError
@@ -32,6 +33,8 @@ _AGREED = {
     "device": str,
     "driver": int,
 }
+_SPANNING = {"world": str, "domain": int, "host": str, "inside": dict}
+_SAME_INSIDE = ("generation", "version", "code_hash", "device")  # the same in the worlds of all domains
 _OWN = {"rank": int, "gpu": str, "share_gpu": bool, "host": str, "boot_id": str, "domain": str}
 
 
@@ -121,6 +124,20 @@ class Member:
     def kind(self) -> str:
         """Return `cpu` or `cuda`: the part of `device` that is the same on all ranks."""
         return self.device.partition(":")[0]
+
+    def descriptor(self) -> dict[str, object]:
+        """Return who this rank is, as plain values that the other ranks check."""
+        return {
+            "name": self.name,
+            "rank": self.rank,
+            "size": self.size,
+            "generation": self.generation,
+            "version": raymoe.__version__,
+            "device": self.kind,
+            "share_gpu": self.share_gpu,
+            "host": socket.gethostname(),
+            "domain": self.domain,
+        }
 
     def in_group(self, ranks: Sequence[int], serial: int) -> Member | None:
         """Make the member that this rank is in a group of its world's ranks; None if it is not in the group.
@@ -215,3 +232,48 @@ def check_gpus(descriptors: Sequence[dict[str, object]]) -> None:
                 "in Ray, torch.cuda.set_device(LOCAL_RANK) under torchrun), or set share_gpu on every rank to share "
                 f"one for a test ({sharing} set it)"
             )
+
+
+# Several domains
+
+
+def check_spanning(descriptors: Sequence[dict[str, Any]], rank: int, size: int, asked: dict[str, object]) -> None:
+    """Raise unless the descriptors come from all ranks of a world of several domains, as `asked` for on this `rank`.
+
+    The world of each domain checks its own descriptors too.
+    """
+    if len(descriptors) != size:
+        raise WiringError(f"{len(descriptors)} descriptors for a world of {size}; each rank gives one")
+    check_fields(descriptors[0], {"port": int, "secret": bytes})
+    mine = asked | _same_inside(descriptors[rank])
+    for peer, other in enumerate(descriptors):
+        check_fields(other, _SPANNING)
+        theirs = {"world": other["world"], "domain": other["domain"]} | _same_inside(other)
+        for field, value in mine.items():
+            if theirs[field] != value:
+                here = f"{value} on rank {rank}"
+                raise WiringError(f"{field} is {theirs[field]} on rank {peer} and {here}; all ranks must agree")
+    if descriptors[rank]["inside"]["device"] == "cuda":
+        check_gpus([descriptor["inside"] for descriptor in descriptors])
+
+
+def _same_inside(descriptor: dict[str, Any]) -> dict[str, object]:
+    inside: dict[str, object] = descriptor["inside"]
+    return {field: inside.get(field) for field in _SAME_INSIDE}
+
+
+def check_domain_size(size: object, ranks: int) -> None:
+    """Refuse a number of ranks in a domain that does not divide the ranks of the world."""
+    if type(size) is not int or size < 1 or ranks % size:
+        raise ConfigError(
+            f"domain is {size!r} in a world of {ranks} ranks; it is the number of ranks in a domain, and all "
+            "domains have the same number"
+        )
+
+
+def check_domain_sizes(theirs: Sequence[dict[str, Any]], size: int) -> None:
+    """Refuse ranks that asked for domains of another size, or for none."""
+    for rank, other in enumerate(theirs):
+        if other.get("domain") != size or "network" not in other:
+            found = other["domain"] if "network" in other else "left out"
+            raise ConfigError(f"domain is {found} on rank {rank} and {size} here; all ranks must agree")

@@ -5,16 +5,13 @@ from __future__ import annotations
 import secrets
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from raymoe.errors import ConfigError, WiringError
 from raymoe.memory.auto_device import VisibleGpus, device_of_group
-
-if TYPE_CHECKING:
-    from raymoe.memory.world import World
 
 EXPERT_DIMENSION = "ep"
 """The dimension of a device mesh for expert parallelism, as torchtitan, transformers and others name it."""
@@ -49,13 +46,16 @@ class Ranks:
         return device_of_group(asked, self._bound, self._has_cuda, VisibleGpus.now())
 
     def gather(
-        self, world: World | None, descriptor: dict[str, object] | None, problem: Exception | None
+        self, device: torch.device | None, descriptor: dict[str, object] | None, problem: Exception | None
     ) -> tuple[str, list[dict[str, Any]]]:
-        """Gather a name for the world and the descriptors of all ranks. Where one has a problem, all ranks raise."""
+        """Gather a name for the world and the descriptors of all ranks. Where one has a problem, all ranks raise.
+
+        `device` is that of this rank's world, if it is open.
+        """
         mine = RankReport(descriptor, None if problem is None else _sentence(problem), secrets.token_hex(4))
         reports: list[Any] = [None] * self.size
         try:
-            with self._current_device(world):
+            with self._current_device(device):
                 dist.all_gather_object(reports, mine, group=self.group)
         except RuntimeError as error:
             raise problem or WiringError(
@@ -76,13 +76,13 @@ class Ranks:
                 raise WiringError(f"rank {rank} of process group {self.name} could not take part: {other.problem}")
         return f"{self.name}-{reports[0].nonce}", [other.descriptor for other in reports]
 
-    def _current_device(self, world: World | None) -> AbstractContextManager[object]:
+    def _current_device(self, device: torch.device | None) -> AbstractContextManager[object]:
         """Make this rank's GPU current: NCCL gathers on the current device, which may be the same on all ranks."""
-        ordinal = world.device.index if self._bound is None and world is not None else self._bound
+        ordinal = device.index if self._bound is None and device is not None else self._bound
         if not self._has_cuda or ordinal is None:
             return nullcontext()
-        device: AbstractContextManager[object] = torch.cuda.device(ordinal)
-        return device
+        context: AbstractContextManager[object] = torch.cuda.device(ordinal)
+        return context
 
 
 def _sentence(error: Exception) -> str:

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import suppress
-from typing import Protocol, TypeVar
+from typing import Any, Protocol, TypeVar
+
+import torch
 
 from raymoe.errors import RaymoeError, WiringError
 from raymoe.memory.layout import Layout
@@ -20,11 +22,30 @@ class Collectives(Protocol):
     generation: int
     name: str
 
-    def swap(self, value: object, what: str) -> list[object]: ...
+    def swap(self, value: object, what: str, timeout_s: float | None = None) -> list[object]: ...
 
     def barrier(self, what: str) -> None: ...
 
     def agree(self, problem: RaymoeError | None, what: str) -> None: ...
+
+
+class Gathering(Protocol):
+    """Ranks that can gather before they have a world: those of a process group, or those that meet in Ray."""
+
+    rank: int
+    size: int
+    known_address: str | None  # at which ranks on other machines reach this one, if something else has found that out
+
+    def device(self, asked: str) -> str:
+        """Choose the device of this rank's world."""
+
+    def gather(
+        self, device: torch.device | None, descriptor: dict[str, object] | None, problem: Exception | None
+    ) -> tuple[str, list[dict[str, Any]]]:
+        """Gather a name for the world, and what all ranks give. Where one has a problem, all ranks raise.
+
+        `device` is that of this rank's world, if it is open.
+        """
 
 
 def act_together(world: Collectives, act: Callable[[], None], what: str) -> None:

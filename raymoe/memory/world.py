@@ -14,27 +14,39 @@ from __future__ import annotations
 
 import os
 import pickle
+import secrets
 import socket
 import weakref
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import replace
+from functools import partial
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, Literal, Protocol, Self, TypeVar, Unpack, overload
+from typing import TYPE_CHECKING, Any, Literal, NoReturn, Protocol, Self, TypeVar, Unpack, overload
 
 import torch
 
-import raymoe
 from raymoe.errors import Aborted, ConfigError, PeerTimeout, RaymoeError, WiringError
 from raymoe.memory import cuda_ipc, host_shm
+from raymoe.memory.across import BoundedStore, StoreAddress, StoreBoard, connect, serve
+from raymoe.memory.address import address_for, listen, network
 from raymoe.memory.board import Board, board_layout
-from raymoe.memory.heap import DeviceHeap, Heap, HeapContext, unmapped_layout, with_proof
+from raymoe.memory.heap import DeviceHeap, Heap
+from raymoe.memory.heaps import Heaps, Unclosed
 from raymoe.memory.layout import Layout
-from raymoe.memory.member import Member, Options, check_descriptors, code_hash
-from raymoe.memory.unclosed import Unclosed
+from raymoe.memory.member import (
+    Member,
+    Options,
+    check_descriptors,
+    check_domain_size,
+    check_domain_sizes,
+    check_spanning,
+    code_hash,
+)
+from raymoe.memory.process_group import Ranks
 from raymoe.memory.unpicklable import OfOneProcess
-from raymoe.memory.wait import Waiter
-from raymoe.memory.wiring import act_together, prove, share
+from raymoe.memory.wait import Waiter, named_by_world
+from raymoe.memory.wiring import Gathering, act_together, prove
 
 if TYPE_CHECKING:
     from raymoe.cuda.gpu import Gpu
@@ -52,13 +64,6 @@ class Shared(Protocol):
 
 
 S = TypeVar("S", bound=Shared)
-
-
-class AnyBoard(Protocol):
-    """Carries the rounds of a world: `Board`, or `StoreBoard` between domains."""
-
-    def meet(self, what: str, message: bytes = b"", timeout_s: float | None = None) -> list[bytes]:
-        """Post a message in the round `what`, wait for all ranks, return their messages in rank order."""
 
 
 class World(OfOneProcess):
@@ -85,14 +90,12 @@ class World(OfOneProcess):
         self._layout, self._code = board_layout(member.size), code_hash()
         self._own = host_shm.own(f"raymoe-{member.name}-board", self._layout.nbytes)
         self._heap: Heap | None = None
-        self._board: AnyBoard | None = None
+        self._board: Board | StoreBoard | None = None
         self._poison: RaymoeError | None = None
         self._closed, self._forked, self._pid = False, False, os.getpid()
         _WORLDS.add(self)
         self.unclosed = Unclosed()
-        self._host_heaps: weakref.WeakSet[Heap] = weakref.WeakSet()  # weak: a dropped heap frees its memory
-        self._device_heaps: list[DeviceHeap] = []
-        self._device_heap_count = 0
+        self._heaps = Heaps(self._gpu, self.device, self.waiter)
         self._parent = parent
         self._group_count = 0
         self._groups: list[tuple[World, tuple[int, ...]]] = []
@@ -134,13 +137,9 @@ class World(OfOneProcess):
         (0, 1, device(type='cpu'))
         >>> dist.destroy_process_group()
         """
-        from raymoe.memory.process_group import Ranks  # loads torch.distributed
-
         ranks, made, mine = Ranks(group), None, None
         if domain is not None and domain != ranks.size:
-            from raymoe.memory.spanning import span
-
-            spanning = span(ranks, domain, str(device), timeout_s)
+            spanning = SpanningWorld.of_ranks(ranks, domain, str(device), timeout_s)
             spanning._made_from = weakref.ref(ranks.group)
             return spanning
         problem: Exception | None = None
@@ -153,7 +152,7 @@ class World(OfOneProcess):
         except Exception as error:  # noqa: BLE001  `gather` raises it after the other ranks have its text
             problem = error
         try:
-            name, descriptors = ranks.gather(made, mine, problem)
+            name, descriptors = ranks.gather(made.device if made else None, mine, problem)
             assert made is not None, "a rank without a world has a problem"
             made._wire_as(name, descriptors)
             made._made_from = weakref.ref(ranks.group)
@@ -199,25 +198,17 @@ class World(OfOneProcess):
         if self._board is not None or self._closed:
             state = "closed" if self._closed else "wired already"
             raise WiringError(f"descriptor on rank {self.rank}: its world is {state}; make a new World")
-        mine: dict[str, object] = {
-            "name": self.name,
-            "rank": self.rank,
-            "size": self.size,
-            "generation": self.generation,
-        }
-        mine |= {"version": raymoe.__version__, "code_hash": self._code, "layout_hash": self._layout.hash}
-        mine |= {"device": self.member.kind, "share_gpu": self.member.share_gpu, "host": socket.gethostname()}
-        mine["domain"] = self.member.domain
         device = self._gpu.device if self._gpu else None
-        mine |= {"gpu": device.uuid if device else "", "driver": device.driver if device else 0}
-        return mine | self._own.descriptor()
+        gpu = {"gpu": device.uuid if device else "", "driver": device.driver if device else 0}
+        code = {"code_hash": self._code, "layout_hash": self._layout.hash}
+        return self.member.descriptor() | code | gpu | self._own.descriptor()
 
     def wire(self, descriptors: Sequence[dict[str, object]]) -> None:
         """Check the descriptors of all ranks, map the peers' memory and prove every mapping."""
         if self._board is not None or self._closed:
             raise WiringError(f"rank {self.rank} is wired or closed already; make a new World")
         check_descriptors(descriptors, self.descriptor())
-        self._heap = Heap(self._layout, self.rank, self._segments(descriptors))
+        self._heap = Heap(self._layout, self.rank, host_shm.map_all(self._own, self.rank, descriptors))
         self._board = Board(self._heap, self.rank, self.size, self.waiter)
         heap = self._heap
         prove(
@@ -260,12 +251,10 @@ class World(OfOneProcess):
         self._refuse_if_closed(what)
         self.unclosed.free()
         if where == "device":
-            return self._allocate_on_device(layout, what)
+            return self._heaps.make_on_device(self, layout, what)
         if where != "host":
             raise ConfigError(f"{what}: memory was asked for in {where}; it is in host or device")
-        heap = Heap(layout, self.rank, share(self, host_shm, layout, what))
-        self._host_heaps.add(heap)
-        return heap
+        return self._heaps.make_on_host(self, layout, what)
 
     def shared(self, kind: Callable[[World], S]) -> S:
         """Return the one object of this kind in this world. The first call makes it; `close` of the world closes it.
@@ -340,10 +329,7 @@ class World(OfOneProcess):
             cleanup.callback(self._free)
             if together and board is not None and self._poison is None and self.waiter.reason is None:
                 cleanup.callback(self._meet_to_close, board)
-            for device_heap in self._device_heaps:
-                cleanup.callback(device_heap.unmap_peers)
-            for host_heap in list(self._host_heaps):
-                cleanup.callback(host_heap.close)
+            self._heaps.close_in(cleanup)
             cleanup.callback(self.unclosed.free)
 
     def __enter__(self) -> Self:
@@ -353,36 +339,6 @@ class World(OfOneProcess):
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.close(together=error is None)
-
-    def _allocate_on_device(self, layout: Layout, what: str) -> DeviceHeap:
-        if self._gpu is None:
-            raise ConfigError(f"{what}: device memory was asked for; the world of rank {self.rank} is on {self.device}")
-        # All ranks make device memory in one order, so this number is the same on all.
-        self._device_heap_count += 1
-        serial = self._device_heap_count
-        self._device_heaps = [heap for heap in self._device_heaps if not heap.free_if_unmapped()]
-        unmapped = self.allocate(unmapped_layout(self.size), f"{what}: unmapped")
-        segments = share(self, self._gpu, with_proof(layout, self.size), what)
-        heap = DeviceHeap(layout, segments, HeapContext(self._gpu.device, self.device, self.waiter, unmapped))
-        self._device_heaps.append(heap)
-        try:
-            prove(self, what, heap.prove_to, heap.proof_of, serial)
-        except RaymoeError:
-            heap.close()
-            raise
-        return heap
-
-    def _segments(self, descriptors: Sequence[dict[str, object]]) -> list[host_shm.HostSegment]:
-        """Map the memory of all ranks. The error names every rank that failed: one may have left because of another."""
-        segments, problems = [], []
-        for rank, descriptor in enumerate(descriptors):
-            try:
-                segments.append(self._own if rank == self.rank else host_shm.map_peer(descriptor))
-            except WiringError as error:
-                problems.append(f"rank {rank}: {error}")
-        if problems:
-            raise WiringError("; ".join(problems))
-        return segments
 
     def _wire_as(self, name: str, descriptors: Sequence[dict[str, object]]) -> None:
         """Wire under the name that all ranks have agreed on, which replaces the one that each rank gave at first."""
@@ -398,7 +354,7 @@ class World(OfOneProcess):
                 "from; make a new one"
             )
 
-    def _meet_to_close(self, board: AnyBoard) -> None:
+    def _meet_to_close(self, board: Board | StoreBoard) -> None:
         # A peer that is gone or has failed does not use this rank's memory, and the kernel frees its own.
         with suppress(RaymoeError):
             board.meet("close", timeout_s=min(self.timeout_s, CLOSING_S))
@@ -412,9 +368,8 @@ class World(OfOneProcess):
         self._own.close()
 
     def _is_mapped(self) -> bool:
-        """Free what no peer maps. Tell whether a peer may still map device memory of this rank."""
-        mapped = [heap for heap in self._device_heaps if not heap.free_if_unmapped()]
-        return any([bool(mapped), *(group._is_mapped() for group, _ in self._groups)])
+        """Free what no peer maps. Return whether a peer may still map device memory of this rank."""
+        return any([not self._heaps.free_unmapped(), *(group._is_mapped() for group, _ in self._groups)])
 
     def _meet(self, what: str, message: bytes = b"", timeout_s: float | None = None) -> list[bytes]:
         self._refuse_if_closed(what)
@@ -428,6 +383,174 @@ class World(OfOneProcess):
             # Other ranks may still be in the round that this rank leaves: its next post would overwrite what they read.
             self._poison = error
             raise
+
+
+class SpanningWorld(World):
+    """The ranks of several domains, all on CPUs or all on GPUs. Rank = domain * L + place, with L ranks in each domain.
+
+    - `domain` is the world of this rank's domain, with memory of its own. Its ranks count from 0, also in its errors.
+    - `domain_index` and `place` say where this rank is. The ranks with one place are a *rail* (`raymoe.net.rail`).
+    - `address` is where this rank listens for ranks of other domains.
+    - Its rounds, and exchanges, cover all ranks. Memory, channels and groups are those of a domain.
+    """
+
+    def __init__(self, member: Member, domain: World, address: str) -> None:
+        gpu = domain._gpu
+        super().__init__(member, None if gpu is None else gpu.device, domain)  # the domain's world closes its GPU
+        self._own.close()  # rounds go through the memory of the domain, and through the store
+        self._domain, self.address = domain, address
+        self.domain_index, self.place = divmod(member.rank, domain.size)
+        self._listener: socket.socket | None = None
+        self._secret = b""
+        self._store: BoundedStore | None = None
+        self._rounds: StoreBoard | None = None
+        self._pretended = False
+        self.waiter.on_abort(domain.abort)
+
+    @classmethod
+    def open_rank(cls, member: Member, size: int, address: str) -> SpanningWorld:
+        """Open this rank of a world of domains of `size` ranks: memory of its domain, no peers yet.
+
+        `member.domain` is the key of its domain, by default the domain's number. Rank 0 listens at its `address`.
+        """
+        index, place = divmod(member.rank, size)
+        inside = World.open(
+            place,
+            size,
+            name=f"{member.name}-domain{index}",
+            generation=member.generation,
+            timeout_s=member.timeout_s,
+            device=member.device,
+            share_gpu=member.share_gpu,
+            domain=member.domain or str(index),
+        )
+        world = cls(member, inside, address)
+        if member.rank == 0:
+            try:
+                world._listener, world._secret = listen(address), secrets.token_bytes(16)
+            except WiringError:
+                world.close(together=False)
+                raise
+        return world
+
+    @classmethod
+    def of_ranks(
+        cls, ranks: Gathering, size: int, device: str, timeout_s: float, share_gpu: bool = False
+    ) -> SpanningWorld:
+        """Make a world of domains of `size` ranks each. All ranks call this; either all get it or all raise.
+
+        There are two gathers: networks, by which the ranks choose their addresses, then descriptors.
+        """
+        mine: dict[str, object] | None = None
+        problem: Exception | None = None
+        where = "cpu"
+        try:
+            check_domain_size(size, ranks.size)
+            where = ranks.device(device)
+            mine = {"domain": size, "network": network()}
+        except Exception as error:  # noqa: BLE001  `gather` raises it after the other ranks have its text
+            problem = error
+        name, theirs = ranks.gather(None, mine, problem)
+        check_domain_sizes(theirs, size)  # all ranks find the same, so none calls the second gather
+        world: SpanningWorld | None = None
+        try:
+            try:
+                address = address_for([each["network"] for each in theirs], ranks.known_address)
+                options: Options = {"name": name, "timeout_s": timeout_s, "device": where, "share_gpu": share_gpu}
+                member = Member(ranks.rank, ranks.size, **options)
+                world = cls.open_rank(member, size, address)
+                mine = world.descriptor()
+            except Exception as error:  # noqa: BLE001  as above
+                problem = error
+            _, theirs = ranks.gather(None, mine, problem)
+            assert world is not None, "a rank without a world has a problem"
+            world.wire(theirs)
+        except BaseException:
+            if world is not None:
+                world.close(together=False)
+            raise
+        return world
+
+    @property
+    def domain(self) -> World:
+        return self._domain
+
+    @property
+    def domains(self) -> int:
+        return self.size // self._domain.size
+
+    @property
+    def pretended(self) -> bool:
+        """Whether ranks of two domains are on one machine, by its boot id. Only a wired world knows."""
+        return self._pretended
+
+    @property
+    def store(self) -> BoundedStore:
+        """A key-value store of all ranks, which rank 0 serves; valid until `close`."""
+        self._refuse_if_closed("the store")
+        assert self._store is not None, "an open world is connected"
+        return self._store
+
+    def global_rank(self, place: int) -> int:
+        """Return the rank in this world of a rank of this rank's domain."""
+        return self.domain_index * self._domain.size + place
+
+    def descriptor(self) -> dict[str, object]:
+        """Return what the other ranks need: how to map this rank's memory, and from rank 0 where its store is."""
+        mine: dict[str, object] = {"world": self.name, "domain": self._domain.size, "host": self.address}
+        mine["inside"] = self._domain.descriptor()
+        if self._listener is not None:
+            mine |= {"port": self._listener.getsockname()[1], "secret": self._secret}
+        return mine
+
+    def wire(self, descriptors: Sequence[dict[str, Any]]) -> None:
+        """Map the memory of this rank's domain, join the store of rank 0, meet all ranks."""
+        asked = {"world": self.name, "domain": self._domain.size}
+        check_spanning(descriptors, self.rank, self.size, asked)
+        first, size, zero = self.domain_index * self._domain.size, self._domain.size, descriptors[0]
+        try:
+            with named_by_world(self.waiter, first, "wiring"):
+                self._domain.wire([descriptor["inside"] for descriptor in descriptors[first : first + size]])
+        except WiringError as error:
+            raise WiringError(f"domain {self.domain_index}, whose rank 0 is rank {first}: {error}") from error
+        where = StoreAddress(zero["host"], zero["port"], zero["secret"])
+        listener, self._listener = self._listener, None
+        opens = partial(connect, where, self.timeout_s) if listener is None else partial(serve, where, listener)
+        self._store = BoundedStore(where, opens, self.waiter)
+        self._board = self._rounds = StoreBoard(self, self._domain, self._store, self.waiter)
+        self._rounds.connect()
+        self._pretended = len({descriptor["inside"]["boot_id"] for descriptor in descriptors}) < self.domains
+        self.barrier("domains: connected")
+
+    def allocate(self, layout: Layout, what: str, where: Literal["host", "device"] = "host") -> NoReturn:  # noqa: ARG002
+        raise WiringError(
+            f"{what}: memory for all ranks was asked for in a world of {self.domains} domains; ranks map one another's "
+            "memory inside a domain only: take world.domain"
+        )
+
+    def group(self, ranks: Sequence[int]) -> World | None:
+        raise WiringError(
+            f"a group of ranks {list(ranks)} was asked for in a world of {self.domains} domains; groups are inside a "
+            "domain: take world.domain.group"
+        )
+
+    @property
+    def waiting(self) -> tuple[str, int] | None:
+        if (found := self._domain.waiting) is not None:
+            return found[0], self.global_rank(found[1])
+        return self.waiter.waiting
+
+    def close(self, together: bool = True) -> None:
+        if self.closed:
+            return
+        all_close = together and self._poison is None and self.waiter.reason is None
+        super().close(together)
+        if self._rounds is not None:
+            self._rounds.close(all_close)
+        if self._listener is not None:
+            self._listener.close()
+        self._store = self._listener = None
+        self._domain.close(all_close)
 
 
 def _wire_group(ranks: tuple[int, ...], made: World | None, theirs: Sequence[object]) -> None:

@@ -8,8 +8,7 @@ import torch
 import torch.distributed as dist
 
 from raymoe.errors import ConfigError, RaymoeError, WiringError
-from raymoe.memory.spanning import SpanningWorld
-from raymoe.memory.world import World
+from raymoe.memory.world import SpanningWorld, World
 from raymoe.net.gloo import Members, connected
 from raymoe.net.published import Published
 

@@ -38,8 +38,7 @@ from raymoe.cuda.current import capturing, on
 from raymoe.cuda.gpu import HostWords
 from raymoe.errors import ConfigError, PeerTimeout, RaymoeError, WiringError
 from raymoe.memory.address import LOOPBACK
-from raymoe.memory.spanning import SpanningWorld
-from raymoe.memory.world import CLOSING_S, World
+from raymoe.memory.world import CLOSING_S, SpanningWorld, World
 from raymoe.net.blocks import RAIL_BLOCKS
 from raymoe.net.nccl import BackgroundWait, Communicator, connect, current_stream
 from raymoe.net.published import Published

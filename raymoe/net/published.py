@@ -17,7 +17,7 @@ from contextlib import suppress
 from typing import Any
 
 from raymoe.errors import RaymoeError
-from raymoe.memory.spanning import SpanningWorld
+from raymoe.memory.world import SpanningWorld
 
 _EVERY_S = 0.2  # how often a rank that waits asks: its questions share the link with the rows
 _ASKING_S = 1.0  # for one question to the store. A wait ends late by as much where rank 0 does not answer

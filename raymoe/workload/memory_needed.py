@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 
 from raymoe.config import Case, Job
 from raymoe.config.job import kind_of_ranks
-from raymoe.config.rules import OTHER_SYSTEMS
+from raymoe.config.sections import OTHER_SYSTEMS
 from raymoe.errors import PlacementError
 from raymoe.exchange.peer.workspace import Bounds, slot_bytes_of, workspace_layout
 from raymoe.exchange.refusal import Refusal

@@ -16,10 +16,11 @@ import pytest
 
 from raymoe import cli
 from raymoe import submit as commands
+from raymoe.config.submission import JobRequest
 from raymoe.errors import ClusterError, ConfigError
-from raymoe.gang import follow, submit
+from raymoe.gang import follow, jobs_api
 from raymoe.gang.follow import Follower
-from raymoe.gang.submit import JobRequest, JobsApi, JobState
+from raymoe.gang.jobs_api import JobsApi, JobState
 from raymoe.submit import table, verdict
 
 BUSY = (500, "No available agent to submit job, please try again later.")
@@ -112,37 +113,37 @@ def fake(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeHead]:
         thread.join(timeout=5)
 
 
-REQUEST = JobRequest("true", "quick-1")
+REQUEST = JobRequest(("true",))
 
 
 def test_a_cluster_whose_agent_is_not_up_is_asked_again(fake: FakeHead) -> None:
     fake.refusals = [BUSY, BUSY]
     lines: list[str] = []
-    JobsApi(fake.url).submit(REQUEST, lines.append)
+    JobsApi(fake.url).submit("quick-1", REQUEST, lines.append)
     assert [job["submission_id"] for job in fake.submitted] == ["quick-1"]
     assert lines == [f"the cluster at {fake.url} has no agent for jobs yet; asking again for 60 s"]
 
 
 def test_a_submission_that_arrived_although_its_answer_did_not_is_no_error(fake: FakeHead) -> None:
     fake.refusals = [BUSY, (400, "ValueError: Job with submission_id quick-1 already exists.")]
-    JobsApi(fake.url).submit(REQUEST, print)
+    JobsApi(fake.url).submit("quick-1", REQUEST, print)
     fake.refusals = [(400, "ValueError: Job with submission_id quick-1 already exists.")]
     with pytest.raises(ClusterError, match="already exists"):
-        JobsApi(fake.url).submit(REQUEST, print)
+        JobsApi(fake.url).submit("quick-1", REQUEST, print)
 
 
 def test_a_cluster_that_never_has_an_agent_is_given_up(fake: FakeHead, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(submit, "AGENT_S", 0.5)
+    monkeypatch.setattr(jobs_api, "AGENT_S", 0.5)
     fake.refusals = [BUSY] * 9
     with pytest.raises(
         ClusterError, match=f"asked for the Jobs API of the cluster at {fake.url}, and it failed: .*agent"
     ):
-        JobsApi(fake.url).submit(REQUEST, print)
+        JobsApi(fake.url).submit("quick-1", REQUEST, print)
     assert fake.submitted == []
 
 
 def test_a_head_that_does_not_answer_is_given_up(fake: FakeHead, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(submit, "ANSWER_S", 0.5)
+    monkeypatch.setattr(jobs_api, "ANSWER_S", 0.5)
     fake.silent = True
     began = time.monotonic()
     with pytest.raises(ClusterError, match=r"got no answer: .*Read timed out"):
@@ -151,8 +152,8 @@ def test_a_head_that_does_not_answer_is_given_up(fake: FakeHead, monkeypatch: py
 
 
 def test_a_head_that_answers_a_byte_at_a_time_is_given_up(fake: FakeHead, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(submit, "CONNECT_S", 0.3)
-    monkeypatch.setattr(submit, "ANSWER_S", 0.3)
+    monkeypatch.setattr(jobs_api, "CONNECT_S", 0.3)
+    monkeypatch.setattr(jobs_api, "ANSWER_S", 0.3)
     fake.drips = True
     began = time.monotonic()
     with pytest.raises(ClusterError, match=r"got no answer: no whole answer within 0.6 s; is a Ray head there?"):
@@ -163,15 +164,15 @@ def test_a_head_that_answers_a_byte_at_a_time_is_given_up(fake: FakeHead, monkey
 def test_a_head_at_host_and_port_that_answers_a_byte_at_a_time_is_given_up(
     fake: FakeHead, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(submit, "CONNECT_S", 0.3)
-    monkeypatch.setattr(submit, "ANSWER_S", 0.3)
+    monkeypatch.setattr(jobs_api, "CONNECT_S", 0.3)
+    monkeypatch.setattr(jobs_api, "ANSWER_S", 0.3)
     fake.drips = True
     with pytest.raises(ClusterError, match="no whole answer"):
         JobsApi(fake.url.removeprefix("http://"))
 
 
 def test_an_answer_without_end_is_given_up(fake: FakeHead, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(submit, "MOST_ANSWER_BYTES", 1 << 20)
+    monkeypatch.setattr(jobs_api, "MOST_ANSWER_BYTES", 1 << 20)
     fake.answer = " " * (3 << 20)
     with pytest.raises(ClusterError, match="got no answer: it is larger than 1 MiB"):
         JobsApi(fake.url)
@@ -367,7 +368,8 @@ class LostApi:
 
 def test_a_log_that_breaks_off_goes_on_where_it_was() -> None:
     log: list[str] = []
-    ended = Follower(LostApi(lost=False), "x", log.append, print, "raymoe attach x").follow()  # type: ignore[arg-type]
+    ended = Follower(LostApi(lost=False), "x", log.append, print, "raymoe attach x")  # type: ignore[arg-type]
+    ended.follow()
     assert "".join(log) == "one\ntwo\n" and ended.state is not None and ended.state.status == "SUCCEEDED"
 
 

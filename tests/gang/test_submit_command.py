@@ -16,8 +16,9 @@ from pathlib import Path
 import pytest
 import yaml
 
-from raymoe.gang.follow import output_on_node
-from raymoe.gang.submit import JobRequest, JobsApi
+from raymoe.config.submission import JobRequest
+from raymoe.gang.follow import output_of
+from raymoe.gang.jobs_api import JobsApi
 from tests.gang import configs
 from tests.gang.conftest import RUN_S, UNSET, Command, Head, ray_head
 from tests.gang.fault_lines import Fault
@@ -120,7 +121,7 @@ def test_a_job_is_run_followed_and_its_results_are_brought_by_a_second_job(
     state = api.state(name)
     assert state.metadata["team"] == "tests" and state.metadata["raymoe_version"]
     assert [each.status for each in api.states() if each.id.startswith(f"{name}-results-")] == ["SUCCEEDED"]
-    seen = output_on_node(api, JobRequest("ls -A", f"{name}-ls", state.runtime_env), 60)
+    seen = output_of(api, f"{name}-ls", JobRequest(("ls", "-A"), dict(state.runtime_env)), 60)
     assert "mine.yaml" in seen and not re.search(r"^(\.git|\.venv|runs)$", seen, re.MULTILINE), seen
 
     listed = tool("jobs", "--address", head.address)  # the head tells the address of its dashboard

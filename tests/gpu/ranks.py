@@ -21,8 +21,7 @@ import torch
 
 from raymoe.memory.address import LOOPBACK
 from raymoe.memory.member import Member
-from raymoe.memory.spanning import SpanningWorld
-from raymoe.memory.world import World
+from raymoe.memory.world import SpanningWorld, World
 
 GPUS = torch.cuda.device_count() if torch.version.cuda else 0
 RANKS = max(3, GPUS)

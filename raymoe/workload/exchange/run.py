@@ -11,7 +11,7 @@ from typing import Any, Protocol
 import torch
 
 from raymoe.config import Case
-from raymoe.config.rules import OTHER_SYSTEMS
+from raymoe.config.sections import OTHER_SYSTEMS
 from raymoe.exchange.backend import Dispatched
 from raymoe.exchange.exchange import Exchange
 from raymoe.exchange.spec import ExchangeSpec

@@ -1,8 +1,13 @@
 """Rules between keys: combinations that are refused or accepted."""
 
+from typing import get_args
+
 import pytest
 
 from raymoe.config import load_job
+from raymoe.config.sections import ABILITIES, ExchangeSection, OtherSystem
+from raymoe.errors import ConfigError
+from raymoe.exchange.spec import ExchangeSpec
 from tests.unit.config.configs_on_disk import problems, write
 
 IMPOSSIBLE = [
@@ -48,6 +53,36 @@ def test_an_impossible_combination_is_reported_at_the_last_setting(tmp_path, wor
 def test_more_rows_than_offsets_can_count_are_refused(tmp_path):
     (found,) = problems(tmp_path, "workload: layer\nshape: {tokens: 16777216, topk: 64, experts: 64}\n")
     assert "line 2, shape.tokens = 16777216: a rank may receive 4294967536 rows, offsets count to 2147483647" in found
+
+
+@pytest.mark.parametrize(
+    "shape",
+    [
+        {"experts": 30},
+        {"topk": 33},
+        {"hidden": 1023},
+        {"tokens": 2**24, "topk": 32},
+        {"tokens": 2**24 - 1, "topk": 32},
+        {"tokens": 2**24 - 2, "topk": 32},
+        {"tokens": 512},
+    ],
+    ids=str,
+)
+def test_rules_refuse_the_shapes_that_a_spec_refuses(tmp_path, shape):
+    shape = {"tokens": 512, "hidden": 1024, "experts": 32, "topk": 4} | shape
+    settings = [f"shape.{key}={value}" for key, value in shape.items()]
+    try:
+        ExchangeSpec(**shape).check(ranks=4)
+    except ConfigError:
+        assert problems(tmp_path, "workload: exchange\n", *settings)
+    else:
+        load_job(write(tmp_path, "workload: exchange\n"), settings)
+
+
+def test_every_backend_has_its_abilities():
+    *exchanges, others = get_args(ExchangeSection.model_fields["backend"].annotation)
+    assert {*exchanges, *(get_args(others) or [others])} == set(ABILITIES)
+    assert set(get_args(OtherSystem)) < set(ABILITIES)
 
 
 OWN_ROUTER = "layer: {router: {kind: softmax}}\n"

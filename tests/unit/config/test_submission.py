@@ -1,4 +1,4 @@
-"""Jobs: the errors of a wrong one, the order of a right one, and the line that `--dry-run` prints."""
+"""Jobs: the errors of a wrong one, the request of a right one, and the line that `--dry-run` prints."""
 
 import json
 import os
@@ -13,7 +13,7 @@ import yaml
 
 from raymoe import __version__, cli
 from raymoe.config import load_job
-from raymoe.config.submission import Order, load_submission, submission_schema
+from raymoe.config.submission import JobRequest, load_submission, submission_schema
 from raymoe.errors import ConfigError
 from raymoe.packaged import packaged_config, packaged_names
 from tests.python_path import REPOSITORY, python_path
@@ -42,9 +42,9 @@ def problems(text: str, *sets: str) -> list[str]:
     return [str(problem) for problem in caught.value.problems]
 
 
-def order(text: str, *sets: str) -> Order:
+def requested(text: str, *sets: str) -> JobRequest:
     Path("job.yaml").write_text(text)
-    return load_submission("job.yaml", sets)
+    return load_submission("job.yaml", sets)[1]
 
 
 def printed(capsys: pytest.CaptureFixture[str], *words: str) -> str:
@@ -167,8 +167,8 @@ def test_a_config_that_the_cluster_would_not_have_is_refused():
         "job.yaml: line 2, runtime_env.working_dir = in: does not hold out/base.yaml, which the config needs, "
         "name a directory above both"
     ]
-    assert order("config: in/child.yaml\nruntime_env: {working_dir: .}").entrypoint[4] == "in/child.yaml"
-    assert order("config: in/alone.yaml\nruntime_env: {working_dir: in}").entrypoint[4] == "alone.yaml"
+    assert requested("config: in/child.yaml\nruntime_env: {working_dir: .}").entrypoint[4] == "in/child.yaml"
+    assert requested("config: in/alone.yaml\nruntime_env: {working_dir: in}").entrypoint[4] == "alone.yaml"
 
 
 def test_a_trace_that_a_setting_names_is_found_on_the_cluster(tmp_path):
@@ -178,7 +178,7 @@ def test_a_trace_that_a_setting_names_is_found_on_the_cluster(tmp_path):
     job += "set: {routing.kind: trace, routing.file: ../data/ids.npy}"
     (tmp_path / "jobs").mkdir()
     (tmp_path / "jobs" / "job.yaml").write_text(job)
-    words = load_submission("jobs/job.yaml").entrypoint
+    words = load_submission("jobs/job.yaml")[1].entrypoint
     assert words[4:] == ("host_exchange", "--set", "routing.kind=trace", "--set", "routing.file=data/ids.npy")
 
 
@@ -203,10 +203,10 @@ def test_traces_of_any_name_are_those_of_the_job_wherever_they_are_set(tmp_path,
     for own, sets in [*((each, []) for each in in_job), *(("{routing.kind: trace}", each) for each in on_command)]:
         monkeypatch.chdir(tmp_path if own in in_job else place)
         (place / "job.yaml").write_text(f"config: host_exchange\nruntime_env: {{working_dir: ..}}\nset: {own}\n")
-        ordered = load_submission(str(place / "job.yaml"), sets)
-        wanted = [case.job.routing.file for case in ordered.job.cases()]
+        job, request = load_submission(str(place / "job.yaml"), sets)
+        wanted = [case.job.routing.file for case in job.cases()]
         monkeypatch.chdir(tmp_path)
-        words = ordered.entrypoint[5:]
+        words = request.entrypoint[5:]
         found = load_job("host_exchange", list(words[1::2]))
         there = [str(Path(str(case.job.routing.file)).resolve()) for case in found.cases()]
         assert (
@@ -215,47 +215,47 @@ def test_traces_of_any_name_are_those_of_the_job_wherever_they_are_set(tmp_path,
         assert not any(".." in word or str(tmp_path) in word for word in words)
 
 
-def test_an_order_has_what_the_job_says_and_what_is_always_needed(tmp_path):
-    got = order(
+def test_a_request_has_what_the_job_says_and_what_is_always_needed(tmp_path):
+    Path("job.yaml").write_text(
         "config: quickstart\nset: {world.ranks: 2, matrix.shape.tokens: [1, 2], exchange: {backend: auto}}\n"
         "runtime_env: {working_dir: ., py_modules: ['.'], excludes: [data], env_vars: {A: '1'}, pip: [x]}\n"
-        "entrypoint: {cpus: 0.5, memory: 2GiB, labels: {a: b}}\nmetadata: {team: x}\nout: /results/{run}\n",
-        "steps.count=3",
+        "entrypoint: {cpus: 0.5, memory: 2GiB, labels: {a: b}}\nmetadata: {team: x}\nout: /results/{run}\n"
     )
-    assert " ".join(got.entrypoint) == (
+    job, request = load_submission("job.yaml", ["steps.count=3"])
+    assert " ".join(request.entrypoint) == (
         "python -m raymoe run quickstart --set world.ranks=2 --set matrix.shape.tokens=[1, 2] "
         "--set exchange.backend=auto --set steps.count=3 --out /results/{run}"
     )
-    assert got.job == load_job("quickstart", ["world.ranks=2", "matrix.shape.tokens=[1,2]", "steps.count=3"])
-    assert got.runtime_env == {
+    assert job == load_job("quickstart", ["world.ranks=2", "matrix.shape.tokens=[1,2]", "steps.count=3"])
+    assert request.runtime_env == {
         "working_dir": str(tmp_path),
         "py_modules": [str(tmp_path)],
         "excludes": ["/.git", "/.venv", "/runs", "data"],
         "env_vars": {"RAY_JOB_STOP_WAIT_TIME_S": "10", "A": "1"},
         "pip": ["x"],
     }
-    assert got.metadata == {
+    assert request.metadata == {
         "job_name": "quickstart",
         "team": "x",
         "raymoe_version": __version__,
         "raymoe_config": "quickstart",
         "raymoe_out": "/results/{run}",
     }
-    assert (got.resources.cpus, got.resources.memory, got.resources.labels) == (0.5, 2**31, {"a": "b"})
+    assert (request.resources.cpus, request.resources.memory, request.resources.labels) == (0.5, 2**31, {"a": "b"})
 
 
-def test_the_printed_line_holds_the_whole_order(capsys, tmp_path):
+def test_the_printed_line_holds_the_whole_request(capsys, tmp_path):
     text = (
         "config: quickstart\nset: {world.ranks: 2}\nentrypoint: {cpus: 1, gpus: 0.5, memory: 1GiB, resources: {r: 2}, "
         "labels: {a: b}}\nmetadata: {team: it's ours}\nout: ~/x y/{run}\n"
     )
-    got = order(text)
+    request = requested(text)
     words = shlex.split(printed(capsys, "job.yaml", "--address", ADDRESS))
     split = words.index("--")
     assert words[:5] == ["ray", "job", "submit", "--address", ADDRESS]
     options = dict(zip(words[5:split:2], words[6:split:2], strict=True))
-    assert json.loads(options.pop("--runtime-env-json")) == got.runtime_env
-    assert json.loads(options.pop("--metadata-json")) == got.metadata
+    assert json.loads(options.pop("--runtime-env-json")) == request.runtime_env
+    assert json.loads(options.pop("--metadata-json")) == request.metadata
     assert json.loads(options.pop("--entrypoint-resources")) == {"r": 2.0}
     assert json.loads(options.pop("--entrypoint-label-selector")) == {"a": "b"}
     assert options == {
@@ -263,7 +263,7 @@ def test_the_printed_line_holds_the_whole_order(capsys, tmp_path):
         "--entrypoint-num-gpus": "0.5",
         "--entrypoint-memory": str(2**30),
     }
-    assert tuple(words[split + 1 :]) == got.entrypoint
+    assert tuple(words[split + 1 :]) == request.entrypoint
 
 
 def test_the_printed_line_holds_no_control_character_and_a_shell_reads_it(capsys):
@@ -363,8 +363,9 @@ def test_a_packaged_job_is_valid_for_raymoe_and_for_editors(name, capsys):
 def test_the_job_of_the_page_is_valid():
     page = (JOBS.parent / "docs" / "submit.md").read_text()
     Path("mine.yaml").write_text("workload: exchange\n")
-    got = order(page.partition("```yaml\n")[2].partition("```")[0])
-    assert got.job.world.ranks == 8 and got.metadata["raymoe_out"] == "/shared/results/{run}"
+    Path("job.yaml").write_text(page.partition("```yaml\n")[2].partition("```")[0])
+    job, request = load_submission("job.yaml")
+    assert job.world.ranks == 8 and request.metadata["raymoe_out"] == "/shared/results/{run}"
 
 
 def test_the_schema_refuses_what_raymoe_refuses(capsys):

@@ -105,8 +105,8 @@ def test_the_examples_of_a_job_are_a_valid_job(tmp_path: Path) -> None:
     for folder in ("jobs", "my_package"):
         (tmp_path / folder).mkdir()
     (tmp_path / "jobs" / "job.yaml").write_text(yaml.safe_dump(plain))
-    order = load_submission(str(tmp_path / "jobs" / "job.yaml"))
-    assert order.address == plain["address"] and order.job.world.ranks == plain["set"]["world.ranks"]
+    job, request = load_submission(str(tmp_path / "jobs" / "job.yaml"))
+    assert request.address == plain["address"] and job.world.ranks == plain["set"]["world.ranks"]
     for key in ("uv", "conda"):
         value = example(key, JOB_ROWS[f"runtime_env.{key}"])
         assert Submission.model_validate({"config": "quickstart", "runtime_env": {key: value}})

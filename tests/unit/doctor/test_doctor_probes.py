@@ -20,10 +20,9 @@ import pytest
 from raymoe.cuda.nvml import NvmlBinding
 from raymoe.doctor import ipc, nvml
 from raymoe.doctor.host import _container, _nvidia_on_pci, _shm, _why_no_cache
-from raymoe.doctor.local_ray import probe as ask_ray
 from raymoe.doctor.nvml import machine_of, matrix_of
-from raymoe.doctor.probe import PROBES
-from raymoe.doctor.probes import BOUNDS, Child, Probes, outcome_of
+from raymoe.doctor.probes import BOUNDS, PROBES, Child, Probes, outcome_of
+from raymoe.doctor.software import probe_ray
 from raymoe.errors import CudaError
 
 TELL = "import os, sys; tell = lambda text: os.write(int(sys.argv[3]), text.encode()); "
@@ -116,7 +115,7 @@ def test_an_exception_in_a_probe_is_reported_in_one_line():
 def test_an_unreachable_ray_cluster_is_reported(monkeypatch):
     monkeypatch.setenv("RAY_ADDRESS", "127.0.0.1:1")
     with pytest.raises(Exception, match=r"asked for the Ray cluster at 127\.0\.0\.1:1, and nothing answers there"):
-        ask_ray(lambda _: None)
+        probe_ray(lambda _: None)
 
 
 class FakeHandle:

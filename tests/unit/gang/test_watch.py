@@ -18,10 +18,11 @@ from raymoe.config import Job
 from raymoe.errors import WrongResult
 from raymoe.gang import driver, metrics
 from raymoe.gang import supervisor as sv
-from raymoe.gang.messages import Message, Profiled, Progressed
+from raymoe.gang.messages import ClockShift, Message, Profiled, Progressed
 from raymoe.gang.metrics import TABLE, Kind, Metric, Record, RunMetrics
 from raymoe.gang.rank import MOST_REPORTS, RankLog, Reports
-from raymoe.gang.watch import RunWatch, Shift, boot_id
+from raymoe.gang.watch import RunWatch
+from raymoe.memory.address import boot_id
 from raymoe.memory.world import World
 from raymoe.report import trace
 from raymoe.report.trace import ChromeTrace
@@ -337,8 +338,8 @@ def test_the_clock_of_another_host_is_shifted_by_the_quickest_answer(tmp_path: P
     told: list[Message] = []
     watched = watch(told)
     for rank, (asked, there, answered) in enumerate([(99.0, 5000.0, 101.5), (100.0, 5000.01, 100.02)]):
-        watched.clock(rank, "other", Shift.of_answer(asked, there, answered))
-    watched.clock(0, "other", Shift.of_answer(98.0, 5000.0, 105.0))
+        watched.clock(rank, "other", ClockShift.of_answer(asked, there, answered))
+    watched.clock(0, "other", ClockShift.of_answer(98.0, 5000.0, 105.0))
     for rank in (0, 1):
         watched.report(rank, 0, Span("case x", 5001.0 + rank, 5003.0))
     watched.on(sv.Placed(), sv.State(2, 0), sv.State(2, 0, sv.Phase.STARTING))
@@ -347,12 +348,12 @@ def test_the_clock_of_another_host_is_shifted_by_the_quickest_answer(tmp_path: P
     for message in told:
         assert isinstance(message, Profiled)
         chrome.add(message.process, message.host, message.spans)
-        chrome.shift(message.host, message.shift_s, message.error_s)
+        chrome.shift(message.host, message.shift.seconds, message.shift.error)
     document = json.loads(chrome.write(tmp_path).read_text())
     began = {event["pid"]: event["ts"] for event in document["traceEvents"] if event["name"] == "case x"}
     assert sorted(began.values())[1] - sorted(began.values())[0] == pytest.approx(1e6)
     assert document["otherData"]["clock_error_us"] == pytest.approx(10_000)
-    shifts = {message.host: message.shift_s for message in told if isinstance(message, Profiled)}
+    shifts = {message.host: message.shift.seconds for message in told if isinstance(message, Profiled)}
     assert shifts == {boot_id(): 0.0, "other": pytest.approx(-4900.0)}
 
 

@@ -84,6 +84,22 @@ def test_imports_point_down_only():
     assert wrong == []
 
 
+def test_no_modules_import_one_another():
+    """Imports in functions, and those under TYPE_CHECKING, count too: a reader follows them all the same."""
+    paths = {".".join(path.relative_to(PACKAGE.parent).with_suffix("").parts): path for path in SOURCES}
+    paths = {name.removesuffix(".__init__"): path for name, path in paths.items()}
+    below = {
+        name: {target for _, full in imports(path) for target in (full, full.rpartition(".")[0]) if target in paths}
+        for name, path in paths.items()
+    }
+    # Take away the modules that import none of the others, again and again. Circles and what is above them stay.
+    while free := {name for name, targets in below.items() if not targets - {name}}:
+        below = {name: targets - free for name, targets in below.items() if name not in free}
+    while top := set(below) - {target for name, targets in below.items() for target in targets - {name}}:
+        below = {name: targets for name, targets in below.items() if name not in top}
+    assert {name for name in below if not name.startswith("raymoe.moe")} == set(), "open this circle"
+
+
 def test_only_gang_and_ray_actors_import_ray():
     users = {path for path in SOURCES for _, name in imports(path) if name.split(".")[0] == "ray"}
     others = {relative_name(path) for path in users if part_of(path) != "gang"}
@@ -159,7 +175,7 @@ LIGHT = {
     "try:\n    code = main(['validate', 'quickstart'])\n"
     "except SystemExit as end:\n    code = end.code\n"
     "assert not code, code",
-    "the doctor": "import raymoe.doctor.examine, raymoe.doctor.probe",
+    "the doctor": "import raymoe.doctor.examine, raymoe.doctor.probes",
     "the report": "import raymoe.report.directory, raymoe.report.environment, raymoe.report.tables\n"
     "raymoe.report.environment.environment()",
 }

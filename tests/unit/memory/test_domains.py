@@ -16,9 +16,8 @@ from raymoe.memory import cuda_ipc
 from raymoe.memory.across import BoundedStore, StoreAddress
 from raymoe.memory.board import MAX_MESSAGE
 from raymoe.memory.layout import Layout, Region
-from raymoe.memory.spanning import SpanningWorld
 from raymoe.memory.wait import Waiter
-from raymoe.memory.world import World
+from raymoe.memory.world import SpanningWorld, World
 from raymoe.net.gloo_rail import GlooRail
 from raymoe.net.published import Published
 from raymoe.transport.channel import Channel

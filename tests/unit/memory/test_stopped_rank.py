@@ -16,7 +16,7 @@ import pytest
 from raymoe.errors import PeerTimeout, WiringError
 from raymoe.exchange.exchange import Exchange
 from raymoe.exchange.spec import ExchangeSpec
-from raymoe.memory import spanning
+from raymoe.memory import world as world_module
 from raymoe.memory.across import StoreBoard
 from raymoe.memory.world import World
 from raymoe.net import gloo, gloo_rail
@@ -49,7 +49,7 @@ def stop_in_round(name: str) -> AbstractContextManager[object]:
 
 
 MOMENTS: dict[str, Callable[[], AbstractContextManager[object]]] = {
-    "before it serves the store": lambda: mock.patch.object(spanning, "serve", stop_here),
+    "before it serves the store": lambda: mock.patch.object(world_module, "serve", stop_here),
     "when it serves the store": lambda: stop_in_round("domains: connected"),
     "before it connects its rail": lambda: mock.patch.object(gloo_rail, "connected", stop_here),
     GLOO_CONNECTS: lambda: mock.patch.object(gloo._Addresses, "get", stop_here),

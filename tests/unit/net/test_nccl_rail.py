@@ -15,8 +15,7 @@ import torch
 
 from raymoe.errors import PeerTimeout, WiringError
 from raymoe.memory.address import LOOPBACK
-from raymoe.memory.spanning import SpanningWorld
-from raymoe.memory.world import World
+from raymoe.memory.world import SpanningWorld, World
 from raymoe.net import nccl_rail
 from raymoe.net.nccl_rail import NcclRail, environment
 from raymoe.net.published import Published

@@ -7,8 +7,7 @@ from typing import Any
 
 import pytest
 
-from raymoe.memory.spanning import SpanningWorld
-from raymoe.memory.world import World
+from raymoe.memory.world import SpanningWorld, World
 from raymoe.net.published import Published
 from tests.unit.memory.test_world_of import error_of, groups
 

@@ -24,8 +24,7 @@ def main(rank: int, store: str) -> None:
     """Run one rank and judge its results; print the address at which it listens."""
     import torch.distributed as dist
 
-    from raymoe.memory.spanning import SpanningWorld
-    from raymoe.memory.world import World
+    from raymoe.memory.world import SpanningWorld, World
 
     patience = timedelta(seconds=30)
     dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=4, timeout=patience)

@@ -183,7 +183,8 @@ def test_rows_inside_are_at_the_places_of_the_contract(domains: int, per_domain:
     ids = [torch.from_numpy(rng.integers(-1, ranks * local, (tokens, 4))) for _ in range(ranks)]
     spec = ExchangeSpec(tokens, hidden=8, experts=ranks * local, topk=4, alignment=alignment)
     inside = spec.inside(domains)
-    assert (inside.rows(per_domain), inside.gaps(per_domain)) == (spec.rows(ranks), spec.gaps(ranks))
+    assert (inside.rows(per_domain), inside.groups(per_domain)) == (spec.rows(ranks), spec.groups(ranks))
+    assert inside.alignment == spec.alignment
     for rank in range(ranks):
         domain, place = divmod(rank, per_domain)
         want = plan.plan(ids, rank, local, alignment)

@@ -6,6 +6,7 @@ import json
 import logging
 import os
 import queue
+import shlex
 import subprocess
 import sys
 import threading
@@ -22,6 +23,7 @@ from pydantic import ValidationError
 from ray.exceptions import AuthenticationError
 from ray.job_submission import JobDetails, JobSubmissionClient
 
+from raymoe.config.submission import JobRequest
 from raymoe.errors import ClusterError, ConfigError, RaymoeError, one_line, shown
 from raymoe.gang.address import JOBS_ADDRESSES, reachable, token_source
 
@@ -30,21 +32,6 @@ MOST_ANSWER_BYTES = 256 * 2**20  # of one answer; the largest is the log of a jo
 AGENT_S = 60.0  # how long a cluster without an agent is asked again; agents start after the head
 FIND_S = 20.0  # to ask a head at host:port for the address of its dashboard
 FIND = "import sys; from ray.dashboard.utils import ray_address_to_api_server_url as f; print(f(sys.argv[1]))"
-
-
-@dataclass(frozen=True)
-class JobRequest:
-    """A job to submit, in the terms of the Jobs API."""
-
-    entrypoint: str
-    id: str
-    runtime_env: Mapping[str, Any] = field(default_factory=dict)
-    metadata: Mapping[str, str] = field(default_factory=dict)
-    cpus: float = 0.0
-    gpus: float = 0.0
-    memory: int | None = None
-    resources: Mapping[str, float] = field(default_factory=dict)
-    labels: Mapping[str, str] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -161,7 +148,7 @@ class JobsApi:
     def __init__(self, address: str) -> None:
         """Connect to the cluster at `http://host:port` (its dashboard), at `host:port` or at `auto`."""
         self.asked = address
-        for name in ("dashboard_sdk", "job.sdk"):  # they tell of uploads and of closed connections
+        for name in ("dashboard_sdk", "job.sdk"):  # they log uploads and closed connections
             logging.getLogger(f"ray.dashboard.modules.{name}").setLevel(logging.WARNING)
         headers = os.environ.get("RAY_JOB_HEADERS")
         with self._failures(), _without(JOBS_ADDRESSES):  # Ray's client prefers these to the address that it is given
@@ -175,35 +162,36 @@ class JobsApi:
             self._client = _Client(self.address, headers=given)
             self.ray_version = str(self._client._do_request("GET", "/api/version").json().get("ray_version"))
 
-    def submit(self, job: JobRequest, tell: Callable[[str], None]) -> None:
-        """Submit a job. A cluster that has no agent yet is asked again for AGENT_S."""
-        deadline, told = time.monotonic() + AGENT_S, False
+    def submit(self, job: str, request: JobRequest, notify: Callable[[str], None]) -> None:
+        """Submit a job under the ID `job`. A cluster that has no agent yet is asked again for AGENT_S."""
+        deadline, is_retry = time.monotonic() + AGENT_S, False
         while True:
             try:
                 with self._failures(submits=True):
-                    self._submit_once(job)
+                    self._submit_once(job, request)
                 return
             except ClusterError as error:
-                if told and "already exists" in str(error):  # an earlier try arrived after all
+                if is_retry and "already exists" in str(error):  # an earlier try arrived after all
                     return
                 if "No available agent" not in str(error) or time.monotonic() > deadline:
                     raise
-                if not told:
-                    tell(f"the cluster at {self.asked} has no agent for jobs yet; asking again for {AGENT_S:g} s")
-                told = True
+                if not is_retry:
+                    notify(f"the cluster at {self.asked} has no agent for jobs yet; asking again for {AGENT_S:g} s")
+                is_retry = True
                 time.sleep(1.0)
 
-    def _submit_once(self, job: JobRequest) -> None:
+    def _submit_once(self, job: str, request: JobRequest) -> None:
+        resources = request.resources
         self._client.submit_job(
-            entrypoint=job.entrypoint,
-            submission_id=job.id,
-            runtime_env=dict(job.runtime_env),
-            metadata=dict(job.metadata),
-            entrypoint_num_cpus=job.cpus or None,
-            entrypoint_num_gpus=job.gpus or None,
-            entrypoint_memory=job.memory,
-            entrypoint_resources=dict(job.resources) or None,
-            entrypoint_label_selector=dict(job.labels) or None,
+            entrypoint=shlex.join(request.entrypoint),
+            submission_id=job,
+            runtime_env=dict(request.runtime_env),
+            metadata=dict(request.metadata),
+            entrypoint_num_cpus=resources.cpus or None,
+            entrypoint_num_gpus=resources.gpus or None,
+            entrypoint_memory=resources.memory,
+            entrypoint_resources=dict(resources.resources) or None,
+            entrypoint_label_selector=dict(resources.labels) or None,
         )
 
     def state(self, job: str) -> JobState:
