@@ -252,10 +252,10 @@ def run_all(changes: Sequence[Change]) -> None:
 
 
 INJECTED_BUGS = {
-    "an expert that begins at the row forgotten": ("rows.cuh", "end <= row", "end < row"),
-    "rows after the last offset": ("rows.cuh", "return min(p.capacity, ", "return max(p.capacity, "),
-    "gaps taken for rows": ("rows.cuh", ">= ptx::load_4(p.expert_counts", "> ptx::load_4(p.expert_counts"),
-    "the last places of a row forgotten": ("rows.cuh", "begin < width; begin", "begin + 32 < width; begin"),
+    "an expert that begins at the row forgotten": ("expert_rows.cuh", "end <= row", "end < row"),
+    "rows after the last offset": ("expert_rows.cuh", "return min(p.capacity, ", "return max(p.capacity, "),
+    "gaps taken for rows": ("expert_rows.cuh", ">= ptx::load_4(p.expert_counts", "> ptx::load_4(p.expert_counts"),
+    "the last places of a row forgotten": ("expert_rows.cuh", "begin < width; begin", "begin + 32 < width; begin"),
     "gate and up swapped": ("gated.cuh", "gate[j] = both[2 * j];", "gate[j] = both[2 * j + 1];"),
     "no weight": ("gated_activation.cu", "(u + form.up_plus) * weight", "(u + form.up_plus)"),
     "a gradient through the limit": ("gated_activation_backward.cu", "gate[j] > form.limit, up", "false, up"),
