@@ -14,10 +14,10 @@ from typing import Any
 import torch
 from torch import nn
 
+import raymoe.moe.few_rows as few_rows
 from raymoe.errors import ConfigError
-from raymoe.moe import few_rows
+from raymoe.moe.expert_kernels import ActivationForm
 from raymoe.moe.expert_rows import Groups, add_expert_bias, gated_activation
-from raymoe.moe.expert_rows_launches import Gate
 from raymoe.rows.activation import swiglu
 
 
@@ -183,8 +183,9 @@ class Activation:
         """
         plain = self == SWIGLU and bias is None  # torch.compile knows no != of dataclasses
         if _in_kernels(gate_up) and not plain:
-            gate = Gate(self.interleaved, self.alpha, inf if self.limit is None else self.limit, self.up_plus)
-            return gated_activation(gate, gate_up, bias, groups, weights)
+            limit = inf if self.limit is None else self.limit
+            form = ActivationForm(self.interleaved, self.alpha, limit, self.up_plus)
+            return gated_activation(form, gate_up, bias, groups, weights)
         return self(gate_up if bias is None else add_expert_bias(gate_up, bias, groups), groups.offsets, weights)
 
     def _unweighted(self, gate_up: torch.Tensor) -> torch.Tensor:

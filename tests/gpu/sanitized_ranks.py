@@ -189,8 +189,8 @@ def layer_kernels(_world: World) -> None:
     """Run the router's kernels, the products of experts with few rows, and the kernels over rows of experts."""
     import torch
 
-    from raymoe.moe.expert_rows_launches import Gate
-    from raymoe.rows.kernels import multiply_few_rows
+    from raymoe.moe.expert_kernels import ActivationForm
+    from raymoe.moe.few_rows import multiply_few_rows
     from tests.gpu import test_expert_rows_gpu as expert_rows
     from tests.gpu import test_router_gpu as router
 
@@ -204,8 +204,8 @@ def layer_kernels(_world: World) -> None:
     for begin, count, its in zip(offsets.tolist(), counts.tolist(), weight, strict=False):
         wanted = x[begin : begin + count].double() @ its.double().T
         torch.testing.assert_close(y[begin : begin + count].double(), wanted, rtol=2**-7, atol=2**-5)
-    for gate in (Gate(interleaved=True, alpha=1.702, limit=1.5, up_plus=1.0), Gate()):
-        expert_rows.test_gated_activations_and_their_gradients_equal_the_formula(64, gate, biased=True, weighted=True)
+    for form in (ActivationForm(interleaved=True, alpha=1.702, limit=1.5, up_plus=1.0), ActivationForm()):
+        expert_rows.test_gated_activations_and_their_gradients_equal_the_formula(64, form, biased=True, weighted=True)
     expert_rows.test_gradients_of_biases_are_near_float64_and_equal_in_five_runs("eager")
     expert_rows.test_weighted_gradients_are_in_place_and_stop_at_the_last_offset(torch.bfloat16, "eager")
 
