@@ -11,24 +11,13 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+import raymoe.rows.launch as launch
 from raymoe.rows import pipe, pipe_backward, pipe_pieces
 from raymoe.rows.expression import MOST_INPUTS, Expression, parse
 from raymoe.rows.operators import code
-from raymoe.rows.pipe_launch import LEAST_CAPABILITY
 from raymoe.rows.pipe_shape import Limits
 from raymoe.rows.pipe_tensors import ALIGNMENT, takes_hidden
 from raymoe.rows.results import new_halved, new_like, new_quantised, new_total
-
-
-def takes(x: Tensor) -> bool:
-    """Whether kernels do the work on this tensor: on GPUs that have bulk copies."""
-    return x.is_cuda and _has_bulk_copies(x.get_device())
-
-
-@functools.cache
-def _has_bulk_copies(ordinal: int) -> bool:
-    return torch.cuda.get_device_capability(ordinal) >= LEAST_CAPABILITY
-
 
 # Tensors as kernels take them: copied only if their memory does not fit.
 
@@ -171,7 +160,7 @@ def _as_offsets(offsets: Tensor | None) -> Tensor | None:
 
 def adds(terms: Sequence[Tensor]) -> bool:
     """Whether the kernel adds these terms of one shape and dtype."""
-    return len(terms) <= MOST_INPUTS and takes_hidden(terms[0].shape[-1]) and takes(terms[0])
+    return len(terms) <= MOST_INPUTS and takes_hidden(terms[0].shape[-1]) and launch.takes(terms[0])
 
 
 def pointwise(expression: str, names: str, inputs: Sequence[Tensor], limits: Limits) -> Tensor:

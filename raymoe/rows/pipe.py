@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 from raymoe.cuda.jit import KernelSource
 from raymoe.cuda.params import F32, U32, Address, Params
 from raymoe.errors import ConfigError
-from raymoe.rows.pipe_launch import KernelCall, PreparedRows, device_of
+from raymoe.rows.launch import KernelCall, PreparedRows, device_of
 from raymoe.rows.pipe_shape import NO_LIMITS, Limits, RowWork, row_breaks, row_shape
 from raymoe.rows.pipe_tensors import (
     SCALES,

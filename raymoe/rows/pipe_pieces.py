@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 from raymoe.cuda.jit import KernelSource
 from raymoe.cuda.params import Address, Params
 from raymoe.errors import ConfigError
-from raymoe.rows.pipe_launch import KernelCall, PreparedRows, device_of
+from raymoe.rows.launch import KernelCall, PreparedRows, device_of
 from raymoe.rows.pipe_shape import NO_LIMITS, Limits, RowWork, piece_breaks, piece_shape
 from raymoe.rows.pipe_tensors import (
     SCALES,

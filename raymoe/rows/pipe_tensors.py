@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from raymoe.cuda.params import ROW_TYPES, U32, U64, Address, Params
 from raymoe.errors import ConfigError
-from raymoe.rows.pipe_launch import MOST_TILES, too_many_tiles
+from raymoe.rows.launch import MOST_TILES, too_many_tiles
 from raymoe.rows.pipe_shape import MOST_HIDDEN, PipeShape
 
 if TYPE_CHECKING:

@@ -23,7 +23,6 @@ from raymoe.cuda.structs import Operation
 from raymoe.errors import CudaError
 from raymoe.memory.world import World
 from raymoe.packaged import packaged_folder
-from raymoe.rows import pipe_launch
 from raymoe.rows.pipe_shape import Limits, Loading
 from raymoe.transport.copy_kernel import CopyLane, Ring, Spread, copy_launch
 from tests.emulator.build import Change
@@ -141,7 +140,7 @@ def each_thread_arrives(world: World, function: Callable[..., None], *arguments:
         for change in EACH_THREAD_ARRIVES:
             (path,) = changed.rglob(change.file)
             path.write_text(change.made_in(path.read_text()))
-        with mock.patch.object(jit, "_shared", Compiler(changed)), mock.patch.object(pipe_launch, "_devices", {}):
+        with mock.patch.object(jit, "_shared", Compiler(changed)), mock.patch("raymoe.rows.launch._devices", {}):
             function(world, *arguments)
 
 

@@ -18,7 +18,7 @@ from torch.nn import functional
 
 from raymoe.errors import RaymoeError
 from raymoe.fp8 import quantise
-from raymoe.rows import activation, elementwise, formulas, kernels, norm  # noqa: F401  (they register the operators)
+from raymoe.rows import activation, elementwise, formulas, kernels, launch, norm  # noqa: F401  (operators are registered)
 from raymoe.rows.pipe_shape import Limits
 from raymoe.workload.pointwise.operations import EPS, EXPRESSION, OPERATIONS, RowSizes, Tensors
 
@@ -102,7 +102,7 @@ def _as_tuple(found: Tensor | Results) -> Results:
 
 
 def _need_kernels(task: Task) -> None:
-    if not kernels.takes(task.given[0]):
+    if not launch.takes(task.given[0]):
         raise Unavailable("raymoe's kernels need a GPU of compute capability 9.0 or newer")
 
 

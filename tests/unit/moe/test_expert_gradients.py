@@ -11,7 +11,6 @@ from raymoe.moe import experts as experts_of_a_layer
 from raymoe.moe.expert_kernels import ActivationForm, ExpertKernel
 from raymoe.moe.expert_rows import Groups, add_expert_bias, gated_activation, weigh_gradients
 from raymoe.moe.experts import GPT_OSS, SWIGLU, Activation, Experts, ModelWeights, grouped_linear
-from raymoe.rows import kernels
 from tests.emulator.build import compiler
 from tests.unit.rows.emulated_pipe import close, run_call, tensors_of
 
@@ -33,7 +32,7 @@ def launched(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
         run_call(call, [*tensors_of(kernel), *tensors_of(kernel.places)])
 
     monkeypatch.setattr(ExpertKernel, "launch", emulate)
-    monkeypatch.setattr(kernels, "takes", lambda x: x.dtype == BF16)
+    monkeypatch.setattr("raymoe.rows.launch.takes", lambda x: x.dtype == BF16)
     monkeypatch.setattr(experts_of_a_layer, "_in_kernels", lambda _: True)
     yield names
 

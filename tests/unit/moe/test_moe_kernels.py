@@ -13,7 +13,7 @@ import raymoe
 from raymoe.moe import add_rms_norm, layer_norm, rms_norm, swiglu
 from raymoe.moe import experts as experts_of_a_layer
 from raymoe.moe.experts import Experts, ModelWeights
-from raymoe.rows import kernels, pipe, pipe_backward, pipe_pieces, pipe_shape
+from raymoe.rows import pipe, pipe_backward, pipe_pieces, pipe_shape
 from raymoe.workload.exchange.gpu import dequantised
 from raymoe.workload.pointwise import operations
 from raymoe.workload.pointwise.operations import RowSizes
@@ -56,7 +56,7 @@ def launched(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
         monkeypatch.setattr(module, name, emulating(names, name, getattr(module, f"{name}_call")))
     for name in ("rms_norm_backward", "layer_norm_backward"):
         monkeypatch.setattr(pipe_backward, name, emulating_both(names, name))
-    monkeypatch.setattr(kernels, "takes", lambda _: True)
+    monkeypatch.setattr("raymoe.rows.launch.takes", lambda _: True)
     for name, few in (
         ("CONSUMER_WARPS", 4),
         ("WIDE_WARPS", 4),
@@ -75,7 +75,7 @@ def drawn(*shape: int, dtype: torch.dtype = BF16, seed: int = 0) -> torch.Tensor
 
 def by_formula(monkeypatch: pytest.MonkeyPatch, compute: Callable[[], Any]) -> Any:
     with monkeypatch.context() as patched:
-        patched.setattr(kernels, "takes", lambda _: False)
+        patched.setattr("raymoe.rows.launch.takes", lambda _: False)
         return compute()
 
 

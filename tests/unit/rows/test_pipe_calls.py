@@ -8,9 +8,9 @@ import pytest
 import torch
 
 from raymoe.errors import ConfigError
+from raymoe.rows.launch import KernelCall
 from raymoe.rows.pipe import LayerNorm, RmsNorm, layer_norm_call, rms_norm_call
 from raymoe.rows.pipe_backward import RmsNormBackward, backward_calls
-from raymoe.rows.pipe_launch import KernelCall
 from raymoe.rows.pipe_pieces import Swiglu, swiglu_call
 from raymoe.rows.pipe_shape import MOST_HIDDEN, SHARED_BYTES, Limits, RowWork, piece_shape, row_shape
 

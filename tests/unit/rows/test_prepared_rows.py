@@ -13,10 +13,11 @@ import torch
 
 from raymoe.cuda.launch import Shape
 from raymoe.errors import ConfigError
-from raymoe.moe import few_rows
-from raymoe.moe import router_launches as router
+from raymoe.moe.few_rows import FewRows
+from raymoe.moe.router_formulas import RouterForm
+from raymoe.moe.router_kernels import Route, RouteBackward, RouterSums, runs_of
 from raymoe.rows import pipe, pipe_backward, pipe_pieces
-from raymoe.rows.pipe_launch import KernelCall
+from raymoe.rows.launch import KernelCall
 from raymoe.rows.pipe_shape import (
     Limits,
     PipeShape,
@@ -153,31 +154,31 @@ def pointwise(draw: Draw) -> Made:
 
 def route(draw: Draw) -> Made:
     bias = torch.zeros(64) if draw.more else None
-    choosing = router.Choosing(64, 4, "sigmoid", True, 8, 4)
+    form = RouterForm(64, 4, "sigmoid", scale=2.5, groups=8, topk_groups=4)
     results = torch.zeros(draw.rows, 4, dtype=torch.int64), torch.zeros(draw.rows, 4)
-    call = router.Route(choosing, torch.zeros(draw.rows, 64, dtype=draw.dtype), bias, *results, 2.5)
-    return lambda: router.route(call), [router.route_call(call)]
+    kernel = Route(form, torch.zeros(draw.rows, 64, dtype=draw.dtype), bias, *results)
+    return kernel.launch, [kernel.kernel_call()]
 
 
 def route_backward(draw: Draw) -> Made:
     given = torch.zeros(draw.rows, 64, dtype=draw.dtype), torch.zeros(draw.rows, 4, dtype=torch.int64)
-    choosing, dweights = router.Choosing(64, 4, "softmax", draw.more, 1, 1), torch.zeros(draw.rows, 4)
-    call = router.RouteBackward(choosing, dweights, *given, torch.zeros(draw.rows, 64, dtype=draw.dtype), 2.5)
-    return lambda: router.route_backward(call), [router.route_backward_call(call)]
+    form, dweights = RouterForm(64, 4, normalise=draw.more, scale=2.5), torch.zeros(draw.rows, 4)
+    kernel = RouteBackward(form, dweights, *given, torch.zeros(draw.rows, 64, dtype=draw.dtype))
+    return kernel.launch, [kernel.kernel_call()]
 
 
 def router_sums(draw: Draw) -> Made:
-    runs, _ = router.runs_of(draw.rows)
+    runs, _ = runs_of(draw.rows)
     given = torch.zeros(draw.rows, 64, dtype=draw.dtype), torch.zeros(draw.rows, 4, dtype=torch.int64)
-    call = router.RouterSums(draw.more, *given, torch.zeros(runs, 64), torch.zeros(runs, 64, dtype=torch.int32))
-    return lambda: router.router_sums(call), [router.sums_call(call)]
+    kernel = RouterSums(draw.more, *given, torch.zeros(runs, 64), torch.zeros(runs, 64, dtype=torch.int32))
+    return kernel.launch, [kernel.kernel_call()]
 
 
 def few(draw: Draw) -> Made:
     x, weight = torch.zeros(draw.rows, 64, dtype=BF16), torch.zeros(4, 32, 64, dtype=BF16)
     numbers = torch.zeros(5, dtype=torch.int32), torch.zeros(4, dtype=torch.int32)
-    call = few_rows.FewRows(x, weight, *numbers, torch.zeros(draw.rows, 16, dtype=BF16), gated=True)
-    return lambda: few_rows.few_rows(call), [few_rows.few_rows_call(call)]
+    kernel = FewRows(x, weight, *numbers, torch.zeros(draw.rows, 16, dtype=BF16), gated=True)
+    return kernel.launch, [kernel.kernel_call()]
 
 
 FUNCTIONS: list[Callable[[Draw], Made]] = [
