@@ -223,19 +223,7 @@ class ModelWeights:
 
 
 FEW_ROWS = 16
-"""Rows of an expert up to which weights are read once, while rows are few.
-
-Both products, in us on one H200 (torch 2.11, 2026-11-24), cold L2 cache, by the kernels and by grouped_mm:
-
-| rows of an expert | DeepSeek-V3, 128 experts | Qwen3-235B, 64 experts | Mixtral 8x22B, 4 experts |
-| --- | --- | --- | --- |
-| 8 experts of 1 | 202, 265 | 97, 133 | |
-| 8 on average | 2836, 3443 | 648, 833 | 647, 929 |
-| 16 | 2946, 3467 | | |
-| 24 | | | 1139, 1062 |
-
-Reading the weights at the speed of a copy, 4.1 TB/s, takes 2750 us for DeepSeek-V3, and 589 for the other two.
-"""
+"""Rows of an expert, on average, up to which few_rows.cu is faster than grouped_mm (docs/experiments/few_rows.md)."""
 
 
 class Experts(nn.Module):
