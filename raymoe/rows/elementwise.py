@@ -13,14 +13,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-import raymoe.rows.kernels as kernels
+import raymoe.rows.elementwise_kernels as kernels
 import raymoe.rows.launch as launch
 from raymoe.errors import ConfigError, shown
 from raymoe.rows.arguments import PLAIN, ResultForm, check_rows
 from raymoe.rows.direct import Computation, backward_directly, directly, needs_gradient
 from raymoe.rows.expression import Expression, parse
 from raymoe.rows.operators import OUTGOING, code, evaluate, gradients
-from raymoe.rows.pipe_shape import NO_LIMITS
+from raymoe.rows.pipe_shape import NO_LIMITS, limits_of
 
 
 def pointwise(expression: str, /, *, sms: int | None = None, **inputs: Tensor) -> Tensor:
@@ -149,7 +149,7 @@ class _Formula:
 
     def computed(self, inputs: Sequence[Tensor], full: Tensor, sms: int | None) -> Tensor:
         """Compute by the kernel. The result is as large as `full`."""
-        return kernels.computed(self.code, [inputs[at] for at in self.places], full, kernels.limits_of(sms))
+        return kernels.computed(self.code, [inputs[at] for at in self.places], full, limits_of(sms))
 
 
 class _Program:

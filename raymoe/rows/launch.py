@@ -163,7 +163,6 @@ class RowsDevice:
         self._device = torch.device("cuda", gpu.ordinal)
         # The driver's number of the current stream, without a stream object; torch's compiled code uses this too.
         self.current_stream: Any = torch._C._cuda_getCurrentRawStream
-        self.float32 = torch.float32
         self._lock = threading.Lock()
         self._functions: dict[KernelSource, Function] = {}
         self.launches: dict[tuple[KernelSource, bool], SizedLaunch] = {}

@@ -6,6 +6,7 @@ work on each element alone, so a row can be cut into pieces.
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass
 from typing import Literal
 
@@ -119,6 +120,12 @@ class Limits:
 
 
 NO_LIMITS = Limits()
+
+
+@functools.lru_cache(maxsize=256)
+def limits_of(sms: int | None) -> Limits:
+    """The limits of a call that may take `sms` SMs; None: all."""
+    return Limits(sms)
 
 
 @dataclass(frozen=True)

@@ -145,7 +145,7 @@ def each_thread_arrives(world: World, function: Callable[..., None], *arguments:
 
 
 def streams(_world: World, rows: int, hidden: int, loading: Loading) -> None:
-    """Run each kernel of raymoe/rows/pipe.py on a few SMs; raise if a result is wrong."""
+    """Run each kernel of raymoe/rows on a few SMs; raise if a result is wrong."""
     from tests.gpu import test_pipe_gpu as pipe  # it skips where torch is missing
 
     limits = Limits(sms=3, loading=loading)

@@ -1,4 +1,4 @@
-"""Runs the kernels of raymoe/rows/pipe.py on the emulator, with torch's memory on the CPU."""
+"""Runs the kernels of raymoe/rows on the emulator, with torch's memory on the CPU."""
 
 from __future__ import annotations
 

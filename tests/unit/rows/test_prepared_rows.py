@@ -16,8 +16,9 @@ from raymoe.errors import ConfigError
 from raymoe.moe.few_rows import FewRows
 from raymoe.moe.router_formulas import RouterForm
 from raymoe.moe.router_kernels import Route, RouteBackward, RouterSums, runs_of
-from raymoe.rows import pipe, pipe_backward, pipe_pieces
+from raymoe.rows.elementwise_kernels import Pointwise, Swiglu, SwigluBackward, new_piece_sums
 from raymoe.rows.launch import KernelCall
+from raymoe.rows.norm_kernels import LayerNorm, LayerNormBackward, RmsNorm, RmsNormBackward
 from raymoe.rows.pipe_shape import (
     Limits,
     PipeShape,
@@ -77,60 +78,60 @@ Made = tuple[Callable[[], None], Sequence[KernelCall]]
 
 
 def rms_norm(draw: Draw) -> Made:
-    call = pipe.RmsNorm(draw.matrix(), draw.vector(), draw.matrix(gap=0), 1e-5)
-    return lambda: pipe.rms_norm(call, draw.limits), [pipe.rms_norm_call(call, draw.limits)]
+    call = RmsNorm(draw.matrix(), draw.vector(), draw.matrix(gap=0), 1e-5)
+    return lambda: call.launch(draw.limits), [call.kernel_call(draw.limits)]
 
 
 def add_rms_norm(draw: Draw) -> Made:
     added = None, draw.matrix(), draw.matrix(gap=0)
-    call = pipe.RmsNorm(draw.matrix(), draw.vector(), draw.matrix(gap=0), 1e-6, *added)
-    return lambda: pipe.rms_norm(call, draw.limits), [pipe.rms_norm_call(call, draw.limits)]
+    call = RmsNorm(draw.matrix(), draw.vector(), draw.matrix(gap=0), 1e-6, *added)
+    return lambda: call.launch(draw.limits), [call.kernel_call(draw.limits)]
 
 
 def rms_norm_fp8(draw: Draw) -> Made:
     values = draw.matrix(dtype=torch.float8_e4m3fn, gap=0)
     scales = draw.scales("column" if draw.more else "row")
-    call = pipe.RmsNorm(draw.matrix(), draw.vector(), values, 1e-6, scales)
-    return lambda: pipe.rms_norm(call, draw.limits), [pipe.rms_norm_call(call, draw.limits)]
+    call = RmsNorm(draw.matrix(), draw.vector(), values, 1e-6, scales)
+    return lambda: call.launch(draw.limits), [call.kernel_call(draw.limits)]
 
 
 def layer_norm(draw: Draw) -> Made:
-    call = pipe.LayerNorm(draw.matrix(), draw.vector(), draw.vector(), draw.matrix(gap=0), 1e-5)
-    return lambda: pipe.layer_norm(call, draw.limits), [pipe.layer_norm_call(call, draw.limits)]
+    call = LayerNorm(draw.matrix(), draw.vector(), draw.vector(), draw.matrix(gap=0), 1e-5)
+    return lambda: call.launch(draw.limits), [call.kernel_call(draw.limits)]
 
 
 def both(draw: Draw, call: Any) -> list[KernelCall]:
     limits = Limits(min(draw.limits.sms or 132, 132), draw.limits.stages, draw.limits.loading)
-    calls = pipe_backward.backward_calls(call, limits)
+    calls = call.kernel_calls(limits)
     return [calls.gradients, calls.sums]
 
 
 def rms_norm_backward(draw: Draw) -> Made:
     total = draw.matrix(gap=0) if draw.more else None
     given = draw.matrix(), draw.matrix(gap=0), draw.vector(), draw.matrix(gap=0), draw.vector()
-    call = pipe_backward.RmsNormBackward(*given, 1e-6, total)
-    return lambda: pipe_backward.rms_norm_backward(call, draw.limits), both(draw, call)
+    call = RmsNormBackward(*given, 1e-6, total)
+    return lambda: call.launch(draw.limits), both(draw, call)
 
 
 def layer_norm_backward(draw: Draw) -> Made:
     given = draw.matrix(gap=0), draw.matrix(), draw.vector(), draw.matrix(gap=0), draw.vector(), draw.vector()
-    call = pipe_backward.LayerNormBackward(*given, 1e-6)
-    return lambda: pipe_backward.layer_norm_backward(call, draw.limits), both(draw, call)
+    call = LayerNormBackward(*given, 1e-6)
+    return lambda: call.launch(draw.limits), both(draw, call)
 
 
 def swiglu(draw: Draw) -> Made:
     offsets = torch.zeros(draw.pick((2, 9)), dtype=torch.int32) if draw.more else None
     weights = torch.zeros(draw.rows) if draw.limits.sms else None
     out = draw.matrix(gap=0)
-    call = pipe_pieces.Swiglu(draw.matrix(2 * draw.hidden), out, offsets, None, weights)
-    return lambda: pipe_pieces.swiglu(call, draw.limits), [pipe_pieces.swiglu_call(call, draw.limits)]
+    call = Swiglu(draw.matrix(2 * draw.hidden), out, offsets, None, weights)
+    return lambda: call.launch(draw.limits), [call.kernel_call(draw.limits)]
 
 
 def swiglu_fp8(draw: Draw) -> Made:
     values = draw.matrix(dtype=torch.float8_e4m3fn, gap=0)
     scales = draw.scales("column" if draw.more else "row")
-    call = pipe_pieces.Swiglu(draw.matrix(2 * draw.hidden), values, None, scales)
-    return lambda: pipe_pieces.swiglu(call, draw.limits), [pipe_pieces.swiglu_call(call, draw.limits)]
+    call = Swiglu(draw.matrix(2 * draw.hidden), values, None, scales)
+    return lambda: call.launch(draw.limits), [call.kernel_call(draw.limits)]
 
 
 def swiglu_backward(draw: Draw) -> Made:
@@ -138,18 +139,18 @@ def swiglu_backward(draw: Draw) -> Made:
     gate_up, weights, sums = draw.matrix(2 * draw.hidden), None, None
     if draw.limits.sms:
         weights = torch.zeros(draw.rows)
-        sums = pipe_pieces.new_piece_sums(gate_up, offsets, draw.limits)
+        sums = new_piece_sums(gate_up, offsets, draw.limits)
     into = draw.matrix(2 * draw.hidden, gap=0)
-    call = pipe_pieces.SwigluBackward(draw.matrix(), gate_up, into, offsets, weights, sums)
-    return lambda: pipe_pieces.swiglu_backward(call, draw.limits), [pipe_pieces.swiglu_backward_call(call, draw.limits)]
+    call = SwigluBackward(draw.matrix(), gate_up, into, offsets, weights, sums)
+    return lambda: call.launch(draw.limits), [call.kernel_call(draw.limits)]
 
 
 def pointwise(draw: Draw) -> Made:
     column = draw.matrix(8, gap=0)[..., :1] if draw.limits.sms else draw.matrix(1, gap=0)
     column = column if column.is_contiguous() else column.reshape(-1, 1)
     inputs = [draw.matrix(), draw.vector(), draw.matrix(gap=0), column][: draw.pick((1, 4))]
-    call = pipe_pieces.Pointwise(f"of {len(inputs)}", inputs, draw.matrix(gap=0))
-    return lambda: pipe_pieces.pointwise(call, draw.limits), [pipe_pieces.pointwise_call(call, draw.limits)]
+    call = Pointwise(f"of {len(inputs)}", inputs, draw.matrix(gap=0))
+    return lambda: call.launch(draw.limits), [call.kernel_call(draw.limits)]
 
 
 def route(draw: Draw) -> Made:
@@ -240,20 +241,20 @@ def test_a_second_call_of_a_kind_computes_nothing_anew(driver: RowsDriver, monke
 
 def test_tensors_of_another_kind_are_checked(driver: RowsDriver) -> None:
     x, weight, out = torch.zeros(40, 64), torch.zeros(64), torch.zeros(40, 64)
-    pipe.rms_norm(pipe.RmsNorm(x, weight, out))
+    RmsNorm(x, weight, out).launch()
     flat = torch.zeros(40 * 64 + 1)
     for wrong in (
-        pipe.RmsNorm(flat[1:].view(40, 64), weight, out),
-        pipe.RmsNorm(x, torch.zeros(65)[1:], out),
-        pipe.RmsNorm(x, torch.zeros(128)[::2], out),
-        pipe.RmsNorm(x, weight, torch.zeros(39, 64)),
-        pipe.RmsNorm(x, weight, torch.zeros(64, 40).T),
-        pipe.RmsNorm(torch.zeros(40, 66)[:, :64], weight, out),
-        pipe.RmsNorm(x, weight, out.half()),
-        pipe.RmsNorm(x, weight, out, residual=x),
+        RmsNorm(flat[1:].view(40, 64), weight, out),
+        RmsNorm(x, torch.zeros(65)[1:], out),
+        RmsNorm(x, torch.zeros(128)[::2], out),
+        RmsNorm(x, weight, torch.zeros(39, 64)),
+        RmsNorm(x, weight, torch.zeros(64, 40).T),
+        RmsNorm(torch.zeros(40, 66)[:, :64], weight, out),
+        RmsNorm(x, weight, out.half()),
+        RmsNorm(x, weight, out, residual=x),
     ):
         with pytest.raises(ConfigError):
-            pipe.rms_norm(wrong)
+            wrong.launch()
     assert len(driver.enqueued) == 1
 
 
