@@ -12,7 +12,7 @@ struct AddExpertBiasParams {
     const u8* bias;     // bfloat16 [experts][width * 8]
     const u8* weights;  // float32 [capacity], with WEIGHTED
     u8* out;            // bfloat16 [capacity][width * 8]
-    ExpertRows rows;
+    ExpertLayout rows;
     u32 width;  // of a row, in places of eight elements
     u32 unused;
 };

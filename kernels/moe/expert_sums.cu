@@ -11,13 +11,13 @@
 
 namespace raymoe {
 
-constexpr u32 COLUMNS = 256;  // of a block: eight of each lane; COLUMNS of raymoe/moe/expert_rows_launches.py
+constexpr u32 COLUMNS = 256;  // of a block: eight of each lane; COLUMNS of raymoe/moe/expert_kernels.py
 
 struct ExpertSumsParams {
     const u8* source;   // bfloat16 [capacity][width * 8]
     const u8* weights;  // float32 [capacity], with WEIGHTED
     u8* sums;           // float32 [experts][slices][width * 8]
-    ExpertRows rows;
+    ExpertLayout rows;
     u32 width;   // of a row, in places of eight elements
     u32 slices;  // of each expert
     u32 parts;   // of COLUMNS columns

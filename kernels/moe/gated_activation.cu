@@ -13,7 +13,7 @@ struct GatedActivationParams {
     const u8* bias;     // bfloat16 [experts][2 * width * 8], with BIASED
     const u8* weights;  // float32 [capacity], with WEIGHTED
     u8* out;            // bfloat16 [capacity][width * 8]
-    ExpertRows rows;
+    ExpertLayout rows;
     GatedForm form;
 };
 

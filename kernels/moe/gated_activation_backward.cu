@@ -20,7 +20,7 @@ struct GatedActivationBackwardParams {
     const u8* weights;  // float32 [capacity], with WEIGHTED
     u8* d_gate_up;      // bfloat16 [capacity][2 * width * 8]
     u8* d_weights;      // float32 [capacity], with WEIGHTED
-    ExpertRows rows;
+    ExpertLayout rows;
     GatedForm form;
 };
 

@@ -30,7 +30,7 @@ struct WeighGradientsParams {
     const u8* other;    // the same, or [experts][width * 16 bytes] with BY_EXPERT; with DOTTED
     const u8* weights;  // float32 [capacity], with WEIGHTED
     u8* d_weights;      // float32 [capacity], with DOTTED
-    ExpertRows rows;
+    ExpertLayout rows;
     u32 width;  // of a row, in places of 16 bytes
     u32 unused;
 };

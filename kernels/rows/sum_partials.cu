@@ -11,7 +11,7 @@
 
 namespace raymoe {
 
-constexpr u32 SUM_WARPS = 16, COLUMNS = 128;  // COLUMNS of raymoe/rows/pipe_backward.py
+constexpr u32 SUM_WARPS = 16, COLUMNS = 128;  // COLUMNS of raymoe/rows/norm_kernels.py
 
 struct SumPartialsParams {
     const u8* partials;  // float32 [vectors][rows][hidden]

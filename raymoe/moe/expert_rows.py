@@ -15,10 +15,18 @@ from typing import Any
 import torch
 from torch import Tensor
 
+import raymoe.moe.expert_kernels as expert_kernels
 import raymoe.rows.formulas as formulas
-from raymoe.moe import expert_rows_launches as expert_rows
-from raymoe.moe.expert_rows_launches import Gate, Places
-from raymoe.rows import kernels
+import raymoe.rows.launch as launch
+from raymoe.moe.expert_kernels import (
+    ActivationForm,
+    AddExpertBias,
+    ExpertSums,
+    GatedActivation,
+    GatedActivationBackward,
+    Places,
+    WeighGradients,
+)
 from raymoe.rows.pipe_tensors import ALIGNMENT
 from raymoe.rows.results import new_halved, new_like
 
@@ -56,14 +64,14 @@ def add_expert_bias(rows: Tensor, bias: Tensor, groups: Groups, weights: Tensor 
 
 
 def gated_activation(
-    gate: Gate, gate_up: Tensor, bias: Tensor | None, groups: Groups, weights: Tensor | None = None
+    form: ActivationForm, gate_up: Tensor, bias: Tensor | None, groups: Groups, weights: Tensor | None = None
 ) -> Tensor:
     """Map gate_up[C, 2F], plus the `bias[e]`, [2F], of each row's expert, to [C, F], times the weights of the rows.
 
     All of it is float32 and rounded once. Rows in gaps are zero, those from the last offset on are unspecified.
     """
     bias = None if bias is None else bias.to(gate_up.dtype)
-    numbers = gate.interleaved, gate.alpha, gate.limit, gate.up_plus
+    numbers = form.interleaved, form.alpha, form.limit, form.up_plus
     y: Tensor = _ops.gated_activation(gate_up, bias, groups.offsets, groups.counts, weights, *numbers)
     return y
 
@@ -102,7 +110,7 @@ _DEVICES = ("cpu", "cuda")
 
 def _in_kernels(rows: Tensor) -> bool:
     """Whether kernels do the work on these rows."""
-    return kernels.takes(rows) and expert_rows.takes(rows)
+    return launch.takes(rows) and expert_kernels.takes(rows)
 
 
 def _places(offsets: Tensor, counts: Tensor | None = None) -> Places:
@@ -138,8 +146,7 @@ def _bias_of_rows(rows: Tensor, bias: Tensor, offsets: Tensor, counts: Tensor) -
 def _add_expert_bias(rows: Tensor, bias: Tensor, offsets: Tensor, counts: Tensor, weights: Tensor | None) -> Tensor:
     y = new_like(rows)
     if _in_kernels(rows):
-        call = expert_rows.AddExpertBias(_dense(rows), _dense(bias), _dense_if(weights), y, _places(offsets, counts))
-        expert_rows.add_expert_bias(call)
+        AddExpertBias(_dense(rows), _dense(bias), _dense_if(weights), y, _places(offsets, counts)).launch()
         return y
     added, there = _bias_of_rows(rows, bias, offsets, counts)
     return y.copy_(torch.where(there, formulas.wide(rows) + added * _column(weights, added), 0))
@@ -153,9 +160,8 @@ def _fake_add_expert_bias(rows: Tensor, *_: object) -> Tensor:
 def _expert_sums(rows: Tensor, offsets: Tensor, counts: Tensor, weights: Tensor | None) -> Tensor:
     """The sum of each expert's rows, times their weights if there are some: float32[L, N]; float64 of float64."""
     if _in_kernels(rows):
-        sums = expert_rows.new_sums(rows, len(counts))
-        call = expert_rows.ExpertSums(_dense(rows), _dense_if(weights), sums, _places(offsets, counts))
-        expert_rows.expert_sums(call)
+        sums = expert_kernels.new_sums(rows, len(counts))
+        ExpertSums(_dense(rows), _dense_if(weights), sums, _places(offsets, counts)).launch()
         return sums.sum(dim=1)
     if rows.device.type == "cpu":
         sums = _new_sums(rows, counts).zero_()
@@ -185,8 +191,7 @@ def _bias_dots(dy: Tensor, bias: Tensor, offsets: Tensor, counts: Tensor) -> Ten
     """The sum over each row of dy times the bias of its expert, float32[C]: the gradient of the bias's weight."""
     dots = dy.new_empty(len(dy), dtype=torch.float32)
     if _in_kernels(dy):
-        call = expert_rows.WeighGradients(_dense(dy), _dense(bias), None, dots, _places(offsets, counts))
-        expert_rows.weigh_gradients(call)
+        WeighGradients(_dense(dy), _dense(bias), None, dots, _places(offsets, counts)).launch()
         return dots
     own, there = _bias_of_rows(dy, bias, offsets, counts)
     return dots.copy_(torch.where(there, formulas.wide(dy) * own, 0).sum(dim=1))
@@ -215,46 +220,46 @@ torch.library.register_autograd("raymoe::add_expert_bias", _bias_backward, setup
 # Gated activations.
 
 
-def _gated(gate: Gate, gate_up: Tensor) -> Tensor:
+def _gated(form: ActivationForm, gate_up: Tensor) -> Tensor:
     """The activation of kernels/moe/gated_activation.cu, without weights, of rows that have their bias."""
-    clamped_gate, clamped_up, share = _clamped(gate, gate_up)
-    return clamped_gate * share * (clamped_up + gate.up_plus)
+    clamped_gate, clamped_up, share = _clamped(form, gate_up)
+    return clamped_gate * share * (clamped_up + form.up_plus)
 
 
-def _gated_gradient(gate: Gate, dy: Tensor, gate_up: Tensor) -> Tensor:
+def _gated_gradient(form: ActivationForm, dy: Tensor, gate_up: Tensor) -> Tensor:
     """Return the gradient of gate_up."""
-    (left, up), d = _halves(gate, gate_up), formulas.wide(dy)
-    clamped_gate, clamped_up, share = _clamped(gate, gate_up)
-    d_gate = d * (clamped_up + gate.up_plus) * share * (1 + gate.alpha * clamped_gate * (1 - share))
-    d_gate = torch.where(left > gate.limit, 0, d_gate)
-    d_up = torch.where(up.abs() > gate.limit, 0, d * clamped_gate * share)
-    return torch.stack((d_gate, d_up), dim=-1).flatten(-2) if gate.interleaved else torch.cat((d_gate, d_up), dim=-1)
+    (left, up), d = _halves(form, gate_up), formulas.wide(dy)
+    clamped_gate, clamped_up, share = _clamped(form, gate_up)
+    d_gate = d * (clamped_up + form.up_plus) * share * (1 + form.alpha * clamped_gate * (1 - share))
+    d_gate = torch.where(left > form.limit, 0, d_gate)
+    d_up = torch.where(up.abs() > form.limit, 0, d * clamped_gate * share)
+    return torch.stack((d_gate, d_up), dim=-1).flatten(-2) if form.interleaved else torch.cat((d_gate, d_up), dim=-1)
 
 
-def _halves(gate: Gate, gate_up: Tensor) -> tuple[Tensor, Tensor]:
+def _halves(form: ActivationForm, gate_up: Tensor) -> tuple[Tensor, Tensor]:
     rows = formulas.wide(gate_up)
-    left, up = (rows[..., ::2], rows[..., 1::2]) if gate.interleaved else rows.chunk(2, dim=-1)
+    left, up = (rows[..., ::2], rows[..., 1::2]) if form.interleaved else rows.chunk(2, dim=-1)
     return left, up
 
 
-def _clamped(gate: Gate, gate_up: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+def _clamped(form: ActivationForm, gate_up: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Return gate and up within the limit, and the sigmoid of gate."""
-    left, up = _halves(gate, gate_up)
-    left, up = left.clamp(max=gate.limit), up.clamp(-gate.limit, gate.limit)
-    return left, up, torch.sigmoid(gate.alpha * left)
+    left, up = _halves(form, gate_up)
+    left, up = left.clamp(max=form.limit), up.clamp(-form.limit, form.limit)
+    return left, up, torch.sigmoid(form.alpha * left)
 
 
 @torch.library.impl("raymoe::gated_activation", _DEVICES)
 def _gated_activation(
     gate_up: Tensor, bias: Tensor | None, offsets: Tensor, counts: Tensor, weights: Tensor | None, *numbers: Any
 ) -> Tensor:
-    h, gate = new_halved(gate_up), Gate(*numbers)
+    h, form = new_halved(gate_up), ActivationForm(*numbers)
     if _in_kernels(h):
-        given = _dense(gate_up), _dense_if(bias), _dense_if(weights)
-        expert_rows.gated_activation(expert_rows.GatedActivation(gate, *given, h, _places(offsets, counts)))
+        inputs = _dense(gate_up), _dense_if(bias), _dense_if(weights)
+        GatedActivation(form, *inputs, h, _places(offsets, counts)).launch()
         return h
     biased, there = _biased(gate_up, bias, offsets, counts)
-    return h.copy_(torch.where(there, _gated(gate, biased) * _column(weights, biased), 0))
+    return h.copy_(torch.where(there, _gated(form, biased) * _column(weights, biased), 0))
 
 
 def _biased(gate_up: Tensor, bias: Tensor | None, offsets: Tensor, counts: Tensor) -> tuple[Tensor, Tensor]:
@@ -280,20 +285,19 @@ def _gated_activation_backward(
     *numbers: Any,
 ) -> tuple[Tensor, Tensor]:
     """The gradients of gate_up, which are those of the biased rows, and of the weights: empty without weights."""
-    into, gate = new_like(gate_up), Gate(*numbers)
+    d_gate_up, form = new_like(gate_up), ActivationForm(*numbers)
     d_weights = dh.new_empty(0 if weights is None else len(dh), dtype=torch.float32)
     if _in_kernels(dh):
-        given = _dense(dh), _dense(gate_up), _dense_if(bias), _dense_if(weights)
-        results = into, None if weights is None else d_weights
-        call = expert_rows.GatedActivationBackward(gate, *given, *results, _places(offsets, counts))
-        expert_rows.gated_activation_backward(call)
-        return into, d_weights
+        inputs = _dense(dh), _dense(gate_up), _dense_if(bias), _dense_if(weights)
+        results = d_gate_up, None if weights is None else d_weights
+        GatedActivationBackward(form, *inputs, *results, _places(offsets, counts)).launch()
+        return d_gate_up, d_weights
     biased, there = _biased(gate_up, bias, offsets, counts)
     by_weight = formulas.wide(dh) * _column(weights, biased)
-    into.copy_(torch.where(there, _gated_gradient(gate, by_weight, biased), 0))
+    d_gate_up.copy_(torch.where(there, _gated_gradient(form, by_weight, biased), 0))
     if weights is not None:
-        d_weights.copy_(torch.where(there, formulas.wide(dh) * _gated(gate, biased), 0).sum(dim=1))
-    return into, d_weights
+        d_weights.copy_(torch.where(there, formulas.wide(dh) * _gated(form, biased), 0).sum(dim=1))
+    return d_gate_up, d_weights
 
 
 def _fake_gated_activation_backward(
@@ -325,9 +329,9 @@ torch.library.register_autograd("raymoe::gated_activation", _gated_backward, set
 @torch.library.impl("raymoe::weigh_gradients", _DEVICES)
 def _weigh_gradients(dy: Tensor, weights: Tensor, offsets: Tensor, rows: Tensor | None) -> Tensor:
     d_weights = weights.new_empty(0 if rows is None else len(dy))
-    if kernels.takes(dy) and expert_rows.weighs(dy):
-        given = _dense_if(rows), _dense(weights), None if rows is None else d_weights
-        expert_rows.weigh_gradients(expert_rows.WeighGradients(dy, *given, _places(offsets)))
+    if launch.takes(dy) and expert_kernels.weighs(dy):
+        factors = _dense_if(rows), _dense(weights), None if rows is None else d_weights
+        WeighGradients(dy, *factors, _places(offsets)).launch()
         return d_weights
     there = slice(int(offsets[-1]) if dy.device.type == "cpu" else None)
     own = formulas.wide(dy[there])

@@ -12,12 +12,14 @@ from math import inf
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
 
+import raymoe.moe.few_rows as few_rows
 from raymoe.errors import ConfigError
-from raymoe.moe import few_rows
+from raymoe.memory.world import World
+from raymoe.moe.expert_kernels import ActivationForm
 from raymoe.moe.expert_rows import Groups, add_expert_bias, gated_activation
-from raymoe.moe.expert_rows_launches import Gate
 from raymoe.rows.activation import swiglu
 
 
@@ -183,8 +185,9 @@ class Activation:
         """
         plain = self == SWIGLU and bias is None  # torch.compile knows no != of dataclasses
         if _in_kernels(gate_up) and not plain:
-            gate = Gate(self.interleaved, self.alpha, inf if self.limit is None else self.limit, self.up_plus)
-            return gated_activation(gate, gate_up, bias, groups, weights)
+            limit = inf if self.limit is None else self.limit
+            form = ActivationForm(self.interleaved, self.alpha, limit, self.up_plus)
+            return gated_activation(form, gate_up, bias, groups, weights)
         return self(gate_up if bias is None else add_expert_bias(gate_up, bias, groups), groups.offsets, weights)
 
     def _unweighted(self, gate_up: torch.Tensor) -> torch.Tensor:
@@ -220,19 +223,7 @@ class ModelWeights:
 
 
 FEW_ROWS = 16
-"""Rows of an expert up to which weights are read once, while rows are few.
-
-Both products, in us on one H200 (torch 2.11, 2026-11-24), cold L2 cache, by the kernels and by grouped_mm:
-
-| rows of an expert | DeepSeek-V3, 128 experts | Qwen3-235B, 64 experts | Mixtral 8x22B, 4 experts |
-| --- | --- | --- | --- |
-| 8 experts of 1 | 202, 265 | 97, 133 | |
-| 8 on average | 2836, 3443 | 648, 833 | 647, 929 |
-| 16 | 2946, 3467 | | |
-| 24 | | | 1139, 1062 |
-
-Reading the weights at the speed of a copy, 4.1 TB/s, takes 2750 us for DeepSeek-V3, and 589 for the other two.
-"""
+"""Rows of an expert, on average, up to which few_rows.cu is faster than grouped_mm (docs/experiments/few_rows.md)."""
 
 
 class Experts(nn.Module):
@@ -320,3 +311,49 @@ def local(parameter: torch.Tensor | None) -> torch.Tensor | None:
     sharded: Any = parameter
     mine: torch.Tensor = sharded.to_local()
     return mine
+
+
+# Checkpoints. Each rank holds experts of its own, and a checkpoint must hold those of all. torch.distributed.checkpoint
+# takes plain tensors of one name for replicas, and saves those of one rank. So the weights are shards of DTensors where
+# the world has a process group; elsewhere `state_dict` raises.
+
+
+def shard(experts: Experts, world: World) -> None:
+    """Make the experts' parameters shards of DTensors over the world's process group.
+
+    Without a group they stay plain, and `state_dict` refuses where they would be saved as replicas.
+    """
+    if _are_shards(experts):
+        return
+    if world.process_group is None:
+        if world.size > 1:  # else each rank has all experts
+            module: Any = experts  # torch has no types for it
+            module.register_state_dict_pre_hook(_refuse_replicas)
+        return
+    from torch.distributed.device_mesh import DeviceMesh
+    from torch.distributed.tensor import DTensor, Shard
+
+    mesh = DeviceMesh.from_group(world.process_group, world.device.type, mesh_dim_names=("ep",))
+    for name, parameter in list(experts.named_parameters()):
+        mine = local(parameter.detach())
+        assert mine is not None
+        sharded: Any = DTensor.from_local(mine, mesh, [Shard(0)], run_check=False)
+        experts.register_parameter(name, nn.Parameter(sharded, requires_grad=parameter.requires_grad))
+
+
+def _are_shards(experts: nn.Module) -> bool:
+    return any(hasattr(each, "to_local") for each in experts.parameters())
+
+
+def _refuse_replicas(experts: nn.Module, prefix: str, keep_vars: bool) -> None:  # noqa: ARG001  (torch's signature)
+    """Raise where a checkpoint of several ranks would hold the experts of one of them. `prefix` ends with a dot."""
+    several = dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
+    if not several or getattr(experts, "saved_by_rank", False) or _are_shards(experts):
+        return
+    raise ConfigError(
+        f"the state_dict of {prefix.rstrip('.') or 'experts'} was asked for on rank {dist.get_rank()} of "
+        f"{dist.get_world_size()}, and its weights are plain tensors, because no process group has the ranks of the "
+        "layer's world: torch.distributed.checkpoint would take them for replicas and save those of one rank only. "
+        "Make the world by World.of(process_group); or save each rank's state_dict to a file of its own, after "
+        "layer.experts.saved_by_rank = True"
+    )

@@ -1,4 +1,7 @@
-"""Launch kernels/moe/few_rows.cu, which multiplies the few rows of each expert while its weights come from memory."""
+"""The products of experts with few rows by few_rows.cu, which reads each weight once.
+
+`multiply_few_rows` is one product. Its kernel multiplies the rows of an expert while the weights come from memory.
+"""
 
 from __future__ import annotations
 
@@ -6,11 +9,11 @@ from dataclasses import dataclass
 
 import torch
 
+import raymoe.rows.launch as launch
 from raymoe.cuda.jit import KernelSource
 from raymoe.cuda.params import U32, Address, Params
 from raymoe.errors import ConfigError
-from raymoe.rows.kernels import takes
-from raymoe.rows.pipe_launch import KernelCall, Prepared, device_of
+from raymoe.rows.launch import KernelCall, device_of
 from raymoe.rows.pipe_tensors import ALIGNMENT
 
 WARPS, BLOCKS_OF_SM = 8, 2
@@ -47,6 +50,51 @@ class FewRows:
     y: torch.Tensor
     gated: bool = False
 
+    def launch(self) -> None:
+        """Launch the kernel on the current stream."""
+        x, weight = self.x, self.weight
+        kind = "few_rows", self.gated, weight.shape
+        device = device_of(x.get_device())
+        prepared = device.find(kind, 0)
+        addresses = [x.data_ptr(), weight.data_ptr()]
+        if prepared is None or any(address % ALIGNMENT for address in addresses):
+            call = self.kernel_call()
+            if not call.tiles:
+                return
+            prepared = device.prepare(kind, 0, call, FEW_ROWS)
+        addresses += (self.expert_offsets.data_ptr(), self.expert_counts.data_ptr(), self.y.data_ptr())
+        prepared(prepared.call.tiles if len(x) else 0, addresses)
+
+    def kernel_call(self) -> KernelCall:
+        """Check the sizes; return the kernel, its shape and its parameters."""
+        experts, rows, columns = self.weight.shape
+        outputs = rows // 2 if self.gated else rows
+        tile = outputs_of_tile(self.gated)
+        if columns % STEP or outputs % tile:
+            raise ConfigError(
+                f"{outputs} outputs of {columns} columns for few rows; the kernel takes multiples of {tile} outputs "
+                f"and {STEP} columns"
+            )
+        for name, tensor in (("x", self.x), ("weight", self.weight)):
+            if tensor.data_ptr() % ALIGNMENT:
+                raise ConfigError(f"few rows: {name} does not begin at a multiple of {ALIGNMENT} bytes: call .clone()")
+        params = FewRowsParams(
+            x=self.x.data_ptr(),
+            weight=self.weight.data_ptr(),
+            expert_offsets=self.expert_offsets.data_ptr(),
+            expert_counts=self.expert_counts.data_ptr(),
+            y=self.y.data_ptr(),
+            experts=experts,
+            outputs=outputs,
+            columns=columns,
+        )
+        tiles = 0 if len(self.x) == 0 else experts * outputs // tile
+        return KernelCall(source_of(self.gated), 32 * WARPS, 4 * (experts + 1), params, tiles, WARPS, BLOCKS_OF_SM)
+
+
+FEW_ROWS = ("x", "weight", "expert_offsets", "expert_counts", "y")
+"""The parameters that each launch sets."""
+
 
 def outputs_of_tile(gated: bool) -> int:
     """The outputs of a warp's tile, which divide N."""
@@ -57,54 +105,6 @@ def source_of(gated: bool) -> KernelSource:
     return KernelSource("moe/few_rows", (FewRowsParams,), (("GATED_ROWS", "1"),) if gated else ())
 
 
-def few_rows_call(call: FewRows) -> KernelCall:
-    """The kernel, shape and parameters of `few_rows`."""
-    experts, rows, columns = call.weight.shape
-    outputs = rows // 2 if call.gated else rows
-    each = outputs_of_tile(call.gated)
-    if columns % STEP or outputs % each:
-        raise ConfigError(
-            f"{outputs} outputs of {columns} columns for few rows; the kernel takes multiples of {each} outputs and "
-            f"{STEP} columns"
-        )
-    for name, tensor in (("x", call.x), ("weight", call.weight)):
-        if tensor.data_ptr() % ALIGNMENT:
-            raise ConfigError(f"few rows: {name} does not begin at a multiple of {ALIGNMENT} bytes: call .clone()")
-    params = FewRowsParams(
-        x=call.x.data_ptr(),
-        weight=call.weight.data_ptr(),
-        expert_offsets=call.expert_offsets.data_ptr(),
-        expert_counts=call.expert_counts.data_ptr(),
-        y=call.y.data_ptr(),
-        experts=experts,
-        outputs=outputs,
-        columns=columns,
-    )
-    tiles = 0 if len(call.x) == 0 else experts * outputs // each
-    return KernelCall(source_of(call.gated), 32 * WARPS, 4 * (experts + 1), params, tiles, WARPS, BLOCKS_OF_SM)
-
-
-def few_rows(call: FewRows) -> None:
-    """Launch kernels/moe/few_rows.cu on the current stream."""
-    x, weight = call.x, call.weight
-    kind = "few_rows", call.gated, weight.shape
-    device = device_of(x.get_device())
-    prepared = device.find(kind, 0)
-    addresses = [x.data_ptr(), weight.data_ptr()]
-    if prepared is None or any(address % ALIGNMENT for address in addresses):
-        made = few_rows_call(call)
-        if not made.tiles:
-            return
-        prepared = Prepared(device, made, None, FEW_ROWS)
-        device.keep(kind, 0, made.breaks, prepared)
-    addresses += (call.expert_offsets.data_ptr(), call.expert_counts.data_ptr(), call.y.data_ptr())
-    prepared(prepared.call.tiles if len(x) else 0, addresses)
-
-
-FEW_ROWS = ("x", "weight", "expert_offsets", "expert_counts", "y")
-"""The parameters that each call sets."""
-
-
 def multiplies_few_rows(x: torch.Tensor, gate_up: torch.Tensor, down: torch.Tensor) -> bool:
     """Whether the kernel computes both products of these experts."""
     sizes = gate_up.shape[2] % STEP == 0 and down.shape[2] % STEP == 0
@@ -113,7 +113,7 @@ def multiplies_few_rows(x: torch.Tensor, gate_up: torch.Tensor, down: torch.Tens
         each.dtype == torch.bfloat16 and each.is_contiguous() and each.data_ptr() % ALIGNMENT == 0
         for each in (x, gate_up, down)
     )
-    return sizes and fit and takes(x)
+    return sizes and fit and launch.takes(x)
 
 
 def multiply_few_rows(
@@ -121,5 +121,5 @@ def multiply_few_rows(
 ) -> torch.Tensor:
     """Multiply each expert's rows by its weight; `gated`: SwiGLU of the products by gate and up."""
     y = x.new_empty(len(x), weight.shape[1] // (2 if gated else 1))
-    few_rows(FewRows(x, weight, offsets, counts, y, gated))
+    FewRows(x, weight, offsets, counts, y, gated).launch()
     return y

@@ -17,11 +17,10 @@ from raymoe.exchange.spec import ExchangeSpec
 from raymoe.memory.world import World
 from raymoe.moe.beside import SideStream
 from raymoe.moe.differentiable import combine, dispatch, expert_major
-from raymoe.moe.experts import SWIGLU, Activation, Experts, ModelWeights
+from raymoe.moe.experts import SWIGLU, Activation, Experts, ModelWeights, shard
 from raymoe.moe.families import Parts, parts_of
 from raymoe.moe.router import Routed, Router
 from raymoe.moe.router_formulas import RouterForm
-from raymoe.moe.sharding import shard
 from raymoe.moe.weights import ExpertShape, ExpertWeights, expert_biases, expert_weights, generator, mlp_weights, normal
 from raymoe.rows.elementwise import add
 from raymoe.rows.norm import rms_norm

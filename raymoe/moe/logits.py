@@ -1,18 +1,10 @@
 """The logits of a router: its rows times its weight, float32 for any dtype of both.
 
-On GPUs rows of bfloat16 go through the tensor cores, which multiply bfloat16 exactly and add in float32. A float32
-number is there the sum of two bfloat16 numbers, which keep 16 of its bits. The logits are as exact with them as with a
-weight of bfloat16: the sum over the columns rounds more.
+On GPUs rows of bfloat16 go through the tensor cores, which multiply bfloat16 exactly and add in float32. There a
+float32 number is the sum of two bfloat16 numbers, which hold 16 of its bits. The logits are as exact with them as with
+a weight of bfloat16: the sum over the columns rounds more.
 
-Microseconds on one H200 (driver 580, torch 2.11, 2026-11-24), replayed on a cold L2 cache, hidden 7168, 256 experts.
-The splits of gradients are left out. benchmarks/layer_pieces_h200.txt has the raw lines:
-
-| tokens | 1 | 128 | 4096 |
-| --- | --- | --- | --- |
-| logits in float32 | 11.6 | 30.7 | 389 |
-| by tensor cores, weight of bfloat16 | 6.9 | 7.8 | 33 |
-| gradients in float32, both | 16.9 | 41.3 | 827 |
-| gradients by tensor cores, both | 28.3 | 29.5 | 121 |
+docs/experiments/router_logits.md has the times.
 """
 
 from __future__ import annotations

@@ -7,14 +7,15 @@ from typing import Any, Unpack, overload
 import torch
 from torch import Tensor
 
+import raymoe.rows.elementwise_kernels as kernels
 import raymoe.rows.formulas as formulas
-import raymoe.rows.kernels as kernels
+import raymoe.rows.launch as launch
 from raymoe.errors import ConfigError
 from raymoe.rows.arguments import Plain, Quantised, ResultForm, check_rows, form_of, refuse_gradient
 from raymoe.rows.direct import Computation, backward_directly, directly, needs_gradient
 from raymoe.rows.norm import check_columns
-from raymoe.rows.quantised import quantised
-from raymoe.rows.results import new_halved, new_like, new_quantised
+from raymoe.rows.pipe_shape import limits_of
+from raymoe.rows.results import new_halved, new_like, new_quantised, quantised
 
 
 @overload
@@ -96,8 +97,8 @@ def _check_weights(gate_up: Tensor, weights: object, form: ResultForm) -> None:
 
 
 def _compute_swiglu(gate_up: Tensor, offsets: Tensor | None, sms: int | None) -> Tensor:
-    if kernels.takes(gate_up):
-        return kernels.swiglu(gate_up, offsets, kernels.limits_of(sms))
+    if launch.takes(gate_up):
+        return kernels.swiglu(gate_up, offsets, limits_of(sms))
     y = new_halved(gate_up)
     valid = _valid_rows(gate_up, offsets)
     y[:valid] = formulas.swiglu(gate_up[:valid])
@@ -127,8 +128,8 @@ def _(gate_up: Tensor, *_: object) -> Tensor:
 
 
 def _compute_swiglu_backward(dy: Tensor, gate_up: Tensor, offsets: Tensor | None, sms: int | None) -> Tensor:
-    if kernels.takes(gate_up):
-        return kernels.swiglu_backward(dy, gate_up, offsets, kernels.limits_of(sms))
+    if launch.takes(gate_up):
+        return kernels.swiglu_backward(dy, gate_up, offsets, limits_of(sms))
     into = new_like(gate_up)
     valid = _valid_rows(gate_up, offsets)
     into[:valid] = formulas.swiglu_backward(dy[:valid], gate_up[:valid])
@@ -166,8 +167,8 @@ _swiglu.register_autograd(_differentiate, setup_context=_keep)
 
 
 def _compute_weighted_swiglu(gate_up: Tensor, weights: Tensor, offsets: Tensor | None, sms: int | None) -> Tensor:
-    if kernels.takes(gate_up):
-        return kernels.weighted_swiglu(gate_up, weights, offsets, kernels.limits_of(sms))
+    if launch.takes(gate_up):
+        return kernels.weighted_swiglu(gate_up, weights, offsets, limits_of(sms))
     y = new_halved(gate_up)
     valid = _valid_rows(gate_up, offsets)
     there = ... if valid is None else slice(valid)
@@ -186,8 +187,8 @@ def _(gate_up: Tensor, *_: object) -> Tensor:
 def _compute_weighted_swiglu_backward(
     dy: Tensor, gate_up: Tensor, weights: Tensor, offsets: Tensor | None, sms: int | None
 ) -> tuple[Tensor, Tensor]:
-    if kernels.takes(gate_up):
-        return kernels.weighted_swiglu_backward(dy, gate_up, weights, offsets, kernels.limits_of(sms))
+    if launch.takes(gate_up):
+        return kernels.weighted_swiglu_backward(dy, gate_up, weights, offsets, limits_of(sms))
     into, d_weights = new_like(gate_up), new_like(weights)
     valid = _valid_rows(gate_up, offsets)
     there = ... if valid is None else slice(valid)
@@ -250,8 +251,8 @@ class _Swiglu(Computation):
 def _compute_swiglu_fp8(
     gate_up: Tensor, offsets: Tensor | None, column: bool, sms: int | None
 ) -> tuple[Tensor, Tensor]:
-    if kernels.takes(gate_up):
-        return kernels.swiglu_fp8(gate_up, offsets, column, kernels.limits_of(sms))
+    if launch.takes(gate_up):
+        return kernels.swiglu_fp8(gate_up, offsets, column, limits_of(sms))
     valid = _valid_rows(gate_up, offsets)
     rows = formulas.swiglu(gate_up[:valid])
     if valid is not None:

@@ -13,13 +13,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-import raymoe.rows.kernels as kernels
+import raymoe.rows.elementwise_kernels as kernels
+import raymoe.rows.launch as launch
 from raymoe.errors import ConfigError, shown
 from raymoe.rows.arguments import PLAIN, ResultForm, check_rows
 from raymoe.rows.direct import Computation, backward_directly, directly, needs_gradient
 from raymoe.rows.expression import Expression, parse
 from raymoe.rows.operators import OUTGOING, code, evaluate, gradients
-from raymoe.rows.pipe_shape import NO_LIMITS
+from raymoe.rows.pipe_shape import NO_LIMITS, limits_of
 
 
 def pointwise(expression: str, /, *, sms: int | None = None, **inputs: Tensor) -> Tensor:
@@ -127,7 +128,7 @@ class _SumTerms(Computation):
 def _compute_pointwise(expression: str, names: str, inputs: Sequence[Tensor], sms: int | None) -> Tensor:
     program = _program(expression, names)
     shape = _full_shape(program.given, inputs)
-    if kernels.takes(inputs[0]):
+    if launch.takes(inputs[0]):
         full = inputs[0] if inputs[0].shape == shape else next(each for each in inputs if each.shape == shape)
         return program.whole.computed(inputs, full, sms)
     values = {name: value.float() for name, value in zip(program.given, inputs, strict=True)}
@@ -148,7 +149,7 @@ class _Formula:
 
     def computed(self, inputs: Sequence[Tensor], full: Tensor, sms: int | None) -> Tensor:
         """Compute by the kernel. The result is as large as `full`."""
-        return kernels.computed(self.code, [inputs[at] for at in self.places], full, kernels.limits_of(sms))
+        return kernels.computed(self.code, [inputs[at] for at in self.places], full, limits_of(sms))
 
 
 class _Program:
@@ -245,7 +246,7 @@ def _whole_gradient(derivative: _Formula, names: Sequence[str], given: Sequence[
     """Return the gradient of an input before it is summed, in new memory: float32, or the inputs' dtype where a kernel
     computes it. The last of `given` is the gradient of the result."""
     dy = given[-1]
-    if kernels.takes(dy):
+    if launch.takes(dy):
         return derivative.computed(given, dy, sms)
     values = {name: value.float() for name, value in zip([*names, OUTGOING], given, strict=True)}
     whole = evaluate(derivative.expression, values).expand(dy.shape)

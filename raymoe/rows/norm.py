@@ -13,7 +13,8 @@ import torch
 from torch import Tensor
 
 import raymoe.rows.formulas as formulas
-import raymoe.rows.kernels as kernels
+import raymoe.rows.launch as launch
+import raymoe.rows.norm_kernels as kernels
 from raymoe.errors import ConfigError
 from raymoe.rows.arguments import (
     Plain,
@@ -26,8 +27,8 @@ from raymoe.rows.arguments import (
     refuse_gradient,
 )
 from raymoe.rows.direct import Computation, backward_directly, directly, needs_gradient
-from raymoe.rows.quantised import quantised
-from raymoe.rows.results import new_like, new_quantised, new_total
+from raymoe.rows.pipe_shape import limits_of
+from raymoe.rows.results import new_like, new_quantised, new_total, quantised
 
 # The functions.
 
@@ -151,8 +152,8 @@ def check_columns(op: str, x: Tensor, form: ResultForm) -> None:
 
 
 def _plain_rms_norm(x: Tensor, weight: Tensor, eps: float, sms: int | None) -> Tensor:
-    if kernels.takes(x):
-        return kernels.plain_rms_norm(x, weight, eps, kernels.limits_of(sms))
+    if launch.takes(x):
+        return kernels.plain_rms_norm(x, weight, eps, limits_of(sms))
     return new_like(x).copy_(formulas.rms_norm(x, weight, eps))
 
 
@@ -160,8 +161,8 @@ def _compute_rms_norm(
     x: Tensor, residual: Tensor | None, weight: Tensor, eps: float, sms: int | None
 ) -> tuple[Tensor, Tensor]:
     """Return y and total."""
-    if kernels.takes(x):
-        return kernels.rms_norm(x, residual, weight, eps, kernels.limits_of(sms))
+    if launch.takes(x):
+        return kernels.rms_norm(x, residual, weight, eps, limits_of(sms))
     rows, total = _summed(x, residual)
     return new_like(x).copy_(formulas.rms_norm(rows, weight, eps)), total
 
@@ -191,8 +192,8 @@ def _compute_rms_norm_backward(
     sms: int | None,
 ) -> tuple[Tensor, Tensor]:
     """Return the gradients of the normalised rows and of the weight. `dtotal` is added to the first."""
-    if kernels.takes(rows):
-        return kernels.rms_norm_backward(dy, dtotal, rows, weight, eps, kernels.limits_of(sms))
+    if launch.takes(rows):
+        return kernels.rms_norm_backward(dy, dtotal, rows, weight, eps, limits_of(sms))
     drows, dweight = formulas.rms_norm_backward(dy, rows, weight, eps)
     if dtotal is not None:
         drows = drows + dtotal.float()
@@ -270,8 +271,8 @@ def _compute_rms_norm_fp8(
     sms: int | None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return values, scales and total."""
-    if kernels.takes(x):
-        return kernels.rms_norm_fp8(x, residual, weight, eps, column, kernels.limits_of(sms))
+    if launch.takes(x):
+        return kernels.rms_norm_fp8(x, residual, weight, eps, column, limits_of(sms))
     rows, total = _summed(x, residual)
     return *quantised(formulas.rms_norm(rows, weight, eps), column), total
 
@@ -290,8 +291,8 @@ def _(
 
 
 def _compute_layer_norm(x: Tensor, weight: Tensor, bias: Tensor, eps: float, sms: int | None) -> Tensor:
-    if kernels.takes(x):
-        return kernels.layer_norm(x, weight, bias, eps, kernels.limits_of(sms))
+    if launch.takes(x):
+        return kernels.layer_norm(x, weight, bias, eps, limits_of(sms))
     return new_like(x).copy_(formulas.layer_norm(x, weight, bias, eps))
 
 
@@ -311,8 +312,8 @@ def _compute_layer_norm_backward(
     sms: int | None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return the gradients of x, weight and bias."""
-    if kernels.takes(x):
-        return kernels.layer_norm_backward(dy, x, weight, eps, kernels.limits_of(sms))
+    if launch.takes(x):
+        return kernels.layer_norm_backward(dy, x, weight, eps, limits_of(sms))
     dx, dweight, dbias = formulas.layer_norm_backward(dy, x, weight, eps)
     return new_like(x).copy_(dx), dweight.to(weight.dtype), dbias.to(weight.dtype)
 
@@ -361,8 +362,8 @@ def _compute_layer_norm_fp8(
     sms: int | None,
 ) -> tuple[Tensor, Tensor]:
     """Return values and scales."""
-    if kernels.takes(x):
-        return kernels.layer_norm_fp8(x, weight, bias, eps, column, kernels.limits_of(sms))
+    if launch.takes(x):
+        return kernels.layer_norm_fp8(x, weight, bias, eps, column, limits_of(sms))
     return quantised(formulas.layer_norm(x, weight, bias, eps), column)
 
 

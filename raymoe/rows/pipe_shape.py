@@ -1,91 +1,20 @@
 """Choose the shape of a block of kernels/include/raymoe/rows/pipe.cuh: groups, warps, stages, and rows of a tile.
 
-Read `row_shape` first: rows that one group holds in registers, for normalisations. `piece_shape` is for kernels that
+Read `row_shape` first: it is for norms, where one group holds a row in registers. `piece_shape` is for kernels that
 work on each element alone, so a row can be cut into pieces.
 """
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass
 from typing import Literal
 
 from raymoe.errors import ConfigError
 
 Loading = Literal["PIPED", "IN_TURN", "PLAIN", "ROW"]
-"""How tiles come: by the pipeline, by the baseline that waits for each input in turn, or by ordinary loads; ROW is the
-last one with a block for each row."""
-
-MOST_HIDDEN = 32768
-FEW_ROWS = 512
-"""Up to so many rows, kernels load them without a pipeline: each SM gets too few to fill one. RMSNorm of 256 rows took
-3.8 us without and 4.4 with it (7168 bfloat16, H200, 2026-11-23)."""
-FEW_ROWS_OF_AN_SM = 4
-"""The same for each SM, where a caller limits their number."""
-PIPED_ROWS = 1024
-"""Up to so many rows, norms of one input use the pipeline on the whole GPU. More rows go without: the hardware gives
-blocks of one row to SMs as they become free, while blocks of a pipeline have fixed rows, and all wait for the slowest
-SM. LayerNorm of 1024 rows took 11.8 us with a pipeline and 12.1 without; RMSNorm of 2048 rows 19.1 and 17.3 (H200,
-2026-11-24)."""
-ROW_THREAD_BYTES, ROW_RESIDENT, UNEVEN_RESIDENT = 64, 896, 768
-"""Of a row of each input, in each thread of such a block, and the threads that an SM holds at least: four blocks of
-seven warps for 7168 bfloat16. With fewer, too few loads are under way; with more, a thread has too few registers.
-RMSNorm of 4096 rows took 33.1 us with four blocks, 47.4 with six (same machine). Where a row does not fill the block,
-a thread needs more registers."""
-WHOLE_GPU = 132
-"""SMs of an H100 and of an H200."""
-ALONE_ROWS = WHOLE_GPU
-"""Up to so many rows, as many as SMs, blocks of one row share no SM. A thread may then have more registers,
-and a bias is loaded with the row. LayerNorm of 128 rows took 3.56 us, and 3.70 with the bias loaded after the sum (7168
-bfloat16, H200, 2026-11-24)."""
-BALANCED_TURNS = 16
-"""From so many turns of a block on, blocks with fixed rows are as few as need no more turns. 4096 rows take 32 turns of
-132 blocks, and of 128."""
-SHARED_BYTES = 220 << 10
-"""Shared memory that a block may use: what a block of Hopper has, 227 KiB, less a reserve."""
-TILE_BYTES = 8 << 10
-"""Bytes of a tile, all inputs together, that several short rows are put together for."""
-CONSUMER_WARPS = 11
-"""Warps of a block that compute. With the producer each quarter of an SM has three, and a thread 168 registers; with
-one warp more it would have 128."""
-WIDE_WARPS = 15
-"""The same where a thread then needs at most LIGHT registers, or for rows of more than WIDE elements, of which 11 warps
-would hold too much a thread. RMSNorm to 8-bit floats of 16384 rows took 91.3 us with three groups of five warps, and
-114 with two groups (7168 bfloat16, H200, 2026-11-23)."""
-LIGHT = 72
-LONG_ROW = 4096
-"""Elements of a row from which on a gradient's block is one group."""
-MANY_GRADIENT_ROWS = 8192
-"""From so many rows on, with two inputs and one gradient of a vector, four warps are faster than eight: RMSNorm
-backward of 16384 rows took 173.7 and 181.8 us (same machine). So they are for few rows: of 128 rows 7.2 and 8.6 us."""
-GRADIENT_ROW_BYTES = 16 << 10
-"""Of a row of one input. Gradients of no more rows than SMs go without stages up to so many bytes: the block's threads
-hold the row (RowAgain of gradients.cuh). RMSNorm backward of 128 rows took 7.6 us without and 8.6 with stages (7168
-bfloat16, H200, 2026-11-24)."""
-GRADIENT_REGISTERS = 160
-"""Of a thread of such a group, for all that it holds."""
-WIDE = 22528
-PLAIN_WARPS = 16
-LEAST_ROW_WARPS = 2
-"""Of a block of one row."""
-DEEPEST = 3
-"""Stages of a group, unless a caller asks for more. With six the same RMSNorm took 5 % longer: more rows under way at
-once spread over more pages of memory."""
-QUANTISED_STAGES = 2
-"""The same for 8-bit results: RMSNorm of 4096 rows took 26.4 us with two stages, 27.8 with three (same machine)."""
-FEW_SMS = 64
-"""Up to so many SMs, a group has one stage more. RMSNorm of 4096 rows took 47.1 us on 48 SMs with four stages for each
-group, 51.7 with three; on 96 SMs 45.5 and 44.6 (7168 bfloat16, H100, 2026-11-25)."""
-LEAST_STORED = 3
-"""Stages of a group at least, where results leave from them, else two: one is loaded, one computed on, one stored.
-x + residual and its norm took 91.4 us on 48 SMs with two groups of three stages, 113 with three of two. RMSNorm took
-80.9 us with one group of four stages, 95.3 with two of two (same day)."""
-DYNAMIC_TURNS = 2
-"""Blocks take tiles from a counter if each has at least so many for each of its stages. Of fewer, the blocks that begin
-first would take too many at once: RMSNorm of 1024 rows took 15.9 us with a counter and 14.8 without (same day)."""
-STAGE_WORDS_BYTES = 24
-"""Of a stage: two barriers, and the number of its tile."""
-SUM_BYTES = 16
-"""Of a warp, for the sums of a group; there are two places for it."""
+"""How tiles are loaded: PIPED by the pipeline, IN_TURN by the baseline that waits for one input after the other, PLAIN
+by ordinary loads, ROW by ordinary loads in a block for each row."""
 
 
 @dataclass(frozen=True)
@@ -110,7 +39,7 @@ class PipeShape:
     resident: int = 512
     """Without stages: threads that an SM holds at least, which bounds the registers of a thread."""
     once: bool = False
-    """Without stages: whether loads tell the L2 cache that their lines are not read again soon."""
+    """Without stages: whether loads have the hint that their lines of the L2 cache are not read again soon."""
     dynamic: bool = False
     """Whether blocks take tiles from a counter, so that none waits for a slower SM. Gradients cannot: their sums have
     an order."""
@@ -127,9 +56,9 @@ class PipeShape:
 
     @property
     def shared_bytes(self) -> int:
-        """Stages, two barriers and a number for each, and the sums of all groups."""
-        held = self.stages * self.stage_bytes if self.staged else 0
-        return held + self.stages * STAGE_WORDS_BYTES + self.groups * 2 * self.warps * SUM_BYTES
+        """The bytes of stages, of two barriers and a number for each stage, and of the sums of all groups."""
+        tiles = self.stages * self.stage_bytes if self.staged else 0
+        return tiles + self.stages * STAGE_WORDS_BYTES + self.groups * 2 * self.warps * SUM_BYTES
 
     @property
     def defines(self) -> tuple[tuple[str, str], ...]:
@@ -154,12 +83,12 @@ class PipeShape:
         return self.staged and self.known and not self.dynamic
 
     def blocks(self, tiles: int, sms: int) -> int:
-        """The number of blocks that share so many tiles on so many SMs; 0 without tiles."""
+        """The number of blocks that share `tiles` tiles on `sms` SMs; 0 without tiles."""
         return blocks_of(-(-tiles // self.at_once), sms * self.blocks_of_sm, balanced=self.balanced)
 
 
 def blocks_of(parts: int, most: int, *, balanced: bool) -> int:
-    """The number of blocks for so many parts; `most` 0: as many as there are parts.
+    """The number of blocks for `parts` parts; `most` 0: as many as there are parts.
 
     >>> blocks_of(4096, 132, balanced=True), blocks_of(4096, 132, balanced=False), blocks_of(200, 132, balanced=True)
     (128, 132, 132)
@@ -193,6 +122,12 @@ class Limits:
 NO_LIMITS = Limits()
 
 
+@functools.lru_cache(maxsize=256)
+def limits_of(sms: int | None) -> Limits:
+    """The limits of a call that may take `sms` SMs; None: all."""
+    return Limits(sms)
+
+
 @dataclass(frozen=True)
 class RowWork:
     """Rows of `hidden` elements. `eight_bytes` counts eight elements of all inputs together."""
@@ -207,11 +142,11 @@ class RowWork:
     """Vectors whose gradients groups sum over their rows."""
     quantised: bool = False
     counted: bool = False
-    """Whether a count on the device tells the rows that are there."""
+    """Whether a count on the device gives the number of rows."""
     biased: bool = False
     """Whether a vector is added to each row."""
     summed: bool = False
-    """Whether a kernel of each element also sums pieces of rows: warps that share a piece then need a barrier."""
+    """Whether an elementwise kernel also sums pieces of rows: warps that share a piece then need a barrier."""
 
     @property
     def row_bytes(self) -> int:
@@ -223,17 +158,68 @@ class RowWork:
         return GRADIENT_BUDGET if self.gradients else REGISTERS
 
 
-GRADIENT_BUDGET = 96
-REGISTERS = 72
-"""Of a thread, for the parts of rows and vectors that it holds while it works on a row."""
+# Limits. docs/experiments/block_limits.md has the measurements behind them.
+
+MOST_HIDDEN = 32768
+WHOLE_GPU = 132  # the SMs of an H100 and of an H200
+SHARED_BYTES = 220 << 10  # the stages of a block; a block of Hopper has 227 KiB
+TILE_BYTES = 8 << 10  # the size up to which several short rows make one tile, all inputs together
+
+# The way of loading, by the number of rows.
+FEW_ROWS = 512  # up to here there is no pipeline, because an SM gets too few rows to fill one
+FEW_ROWS_OF_AN_SM = 4  # the same for each SM, where a caller limits their number
+PIPED_ROWS = 1024  # up to here norms of one input use the pipeline on the whole GPU
+MANY_GRADIENT_ROWS = 8192  # from here on gradients with two inputs take four warps
+DYNAMIC_TURNS = 2  # blocks take tiles from a counter if each gets this many for each of its stages
+BALANCED_TURNS = 16  # from here on a grid with fixed rows is as small as its turns allow
+
+# Warps of a block with stages that compute, and registers of their threads. The producer warp is not counted.
+CONSUMER_WARPS = 11  # they leave a thread 168 registers
+WIDE_WARPS = 15  # the same if a thread then needs at most LIGHT registers, or rows have more than WIDE elements
+LIGHT = 72
+WIDE = 22528
+REGISTERS = 72  # the parts of rows and vectors that a thread holds while it works on a row
+GRADIENT_BUDGET = 96  # the same for gradients
+GRADIENT_REGISTERS = 160  # everything that a thread holds where a gradient's block is one group
+LONG_ROW = 4096  # the elements of a row from which on a gradient's block is one group
+
+# Stages of a group.
+DEEPEST = 3  # the most, unless a caller asks for more
+QUANTISED_STAGES = 2  # the same for 8-bit results
+FEW_SMS = 64  # up to here a group has one stage more
+LEAST_STORED = 3  # the least where results leave from stages: one is loaded, one computed on, one stored
+STAGE_WORDS_BYTES = 24  # the two barriers of a stage, and the number of its tile
+SUM_BYTES = 16  # a warp's share of the sums of a group, which have two places
+
+# A block for each row.
+ROW_THREAD_BYTES = 64  # the part of a row of each input that a thread takes
+ROW_RESIDENT = 896  # the threads that an SM holds at least: four blocks of seven warps
+UNEVEN_RESIDENT = 768  # the same where a row does not fill the block, so a thread needs more registers
+ALONE_ROWS = WHOLE_GPU  # up to here blocks share no SM, so a thread may have more registers
+GRADIENT_ROW_BYTES = 16 << 10  # the row of an input that the threads of a gradient's block can hold
+PLAIN_WARPS, LEAST_ROW_WARPS = 16, 2
+
+# A piece of a row, in eight-element units, and the blocks that take pieces.
+PIECE = 256  # a warp with stages takes eight units in each thread
+PLAIN_PIECE = 64  # a warp without stages takes two, whose loads overlap
+SCALED_EIGHTS = 16  # the units that share a scale as 8-bit floats; a piece holds whole blocks of them
+BLOCK_WARPS = 4  # where a block takes a piece, one unit in each thread
+BLOCK_RESIDENT = 1536  # the threads of such blocks that an SM holds at least,
+BLOCK_REGISTERS = 16  # if a thread needs no more registers for inputs and results
+PIECE_RESIDENT = 768  # the same for all other blocks of pieces
+PLAIN_PIECE_WARPS, QUANTISED_PIECE_WARPS = 2, 1
+COUNTED_WARPS = 24  # the warps of all blocks of an SM where a count on the device gives the number of rows
+
+
+# Rows that one group holds in registers.
 
 
 def row_shape(work: RowWork, limits: Limits) -> PipeShape:
     """The shape for rows that a group of warps holds in registers.
 
     >>> def shape(rows: int, limits: Limits) -> str:
-    ...     made = row_shape(RowWork(rows, hidden=7168, eight_bytes=16, registers=8), limits)
-    ...     return f"{made.loading} {made.groups} x {made.warps}, {made.stages} stages, {made.blocks_of_sm} blocks"
+    ...     block = row_shape(RowWork(rows, hidden=7168, eight_bytes=16, registers=8), limits)
+    ...     return f"{block.loading} {block.groups} x {block.warps}, {block.stages} stages, {block.blocks_of_sm} blocks"
     >>> [shape(rows, Limits()) for rows in (128, 1024, 16384)]
     ['ROW 1 x 7, 1 stages, 0 blocks', 'PIPED 3 x 5, 9 stages, 1 blocks', 'ROW 1 x 7, 1 stages, 0 blocks']
     >>> [shape(4096, limits) for limits in (Limits(sms=48), Limits(stages=1))]
@@ -273,9 +259,7 @@ def _sms(limits: Limits) -> int:
 def _alone_shape(work: RowWork, eights: int, limits: Limits) -> PipeShape | None:
     """A block for each row, if the row is not too short and not too long for it. Gradients need an SM for each row.
 
-    Gradients with three inputs take twice the warps, 14 for 7168 bfloat16: 128 rows took 8.2 us with 14 warps, 9.2 with
-    seven. With two inputs, seven are faster: RMSNorm took 7.6 us, and 7.8 with 14; LayerNorm 10.4 and 11.6 (H200,
-    2026-11-24).
+    Gradients with three inputs take twice the warps, 14 for 7168 bfloat16.
 
     >>> add = RowWork(128, hidden=7168, eight_bytes=48, inputs=3, gradients=1)
     >>> _alone_shape(add, 896, Limits(132)).warps, _alone_shape(add, 896, Limits(127))
@@ -305,33 +289,16 @@ def _plain_shape(work: RowWork, eights: int, limits: Limits) -> PipeShape:
     return PipeShape("PLAIN", groups, warps, groups, 0, blocks_of_sm=0)
 
 
-PIECE = 256
-"""Eight-element units of a piece for each warp of its group: eight for each thread."""
-BLOCK_WARPS, BLOCK_RESIDENT, BLOCK_REGISTERS = 4, 1536, 16
-"""Without stages, on the whole GPU: the warps of a block that takes a piece of a row, one eight-element unit for each
-thread, and the threads that an SM holds at least if a thread needs no more registers for inputs and results. So 4096
-rows took 17.5 us for SwiGLU of 2 x 2048, 25.8 for its gradient and 32.4 for a copy of 7168; with warps that each
-take a PLAIN_PIECE, 18.7, 27.0 and 34.3 (bfloat16, H200, 2026-11-24)."""
-PLAIN_PIECE = 64
-"""A warp's piece where rows are short, counted on the device, summed, or become 8-bit floats: two units for each
-thread, whose loads overlap. SwiGLU of 16384 rows took 50.4 us with them, 52.6 with eight for each thread (2 x 2048
-bfloat16, H200, 2026-11-23)."""
-PIECE_RESIDENT = 768
-"""Threads that an SM then holds at least, also of blocks whose threads need more than BLOCK_REGISTERS. SwiGLU to 8-bit
-floats of 16384 rows took 49.0 us with 768 and with 1024, 53.3 with 512 (same machine)."""
-PLAIN_PIECE_WARPS, QUANTISED_PIECE_WARPS, COUNTED_WARPS = 2, 1, 24
-"""Warps of such a block, and of all blocks of an SM where a count on the device tells the rows: with a block for each
-piece that could be there, most would have nothing to do. SwiGLU to 8-bit floats of 4096 rows of 16384 took 15.6 us with
-24 warps, and 17.3 with 48 (same machine)."""
+# Pieces of rows, for kernels that work on each element alone.
 
 
 def piece_shape(work: RowWork, limits: Limits) -> PipeShape:
-    """The shape for kernels that work on each element alone. With few stages, groups of more warps share a piece.
+    """The shape for elementwise kernels. With few stages, groups of more warps share a piece.
 
     >>> def shape(limits: Limits, hidden: int = 2048) -> str:
-    ...     made = piece_shape(RowWork(4096, hidden, eight_bytes=32), limits)
-    ...     tile = f"{made.tile_rows} rows x {made.piece}"
-    ...     return f"{made.loading} {made.groups} x {made.warps}, {made.stages} stages, {tile}"
+    ...     block = piece_shape(RowWork(4096, hidden, eight_bytes=32), limits)
+    ...     tile = f"{block.tile_rows} rows x {block.piece}"
+    ...     return f"{block.loading} {block.groups} x {block.warps}, {block.stages} stages, {tile}"
     >>> shape(Limits()), shape(Limits(sms=48))
     ('PLAIN 1 x 4, 1 stages, 1 rows x 128', 'PIPED 11 x 1, 22 stages, 1 rows x 256')
     >>> shape(Limits(stages=8)), shape(Limits(sms=48), hidden=64)
@@ -367,9 +334,9 @@ def piece_shape(work: RowWork, limits: Limits) -> PipeShape:
 
 
 def _fills_blocks(eights: int) -> bool:
-    """Whether at least three of four threads have an eight, with blocks that take a piece of a row."""
-    each = 32 * BLOCK_WARPS
-    return 4 * eights >= 3 * each * -(-eights // each)
+    """Whether at least three of four threads get a unit, if a block takes a piece of a row."""
+    threads = 32 * BLOCK_WARPS
+    return 4 * eights >= 3 * threads * -(-eights // threads)
 
 
 def _block_shape(work: RowWork) -> PipeShape:
@@ -385,7 +352,7 @@ def _block_shape(work: RowWork) -> PipeShape:
 
 
 def _loading(work: RowWork, limits: Limits) -> Loading:
-    """Whether to use the pipeline.
+    """Choose the way of loading.
 
     >>> few, many = RowWork(500, 7168, 16), RowWork(9000, 7168, 16)
     >>> _loading(few, Limits()), _loading(few, Limits(sms=48)), _loading(few, Limits(stages=1))
@@ -410,7 +377,7 @@ def _loading(work: RowWork, limits: Limits) -> Loading:
 
 
 def _gradient_shape(work: RowWork, stage_bytes: int, fitting: int) -> PipeShape:
-    """One group, because each has a row of sums for each vector.
+    """One group, because every group has a row of sums for each vector.
 
     >>> shape = _gradient_shape(RowWork(4096, 7168, 32, 2, 20, gradients=1), 28672, 7)
     >>> shape.warps, shape.stages
@@ -418,7 +385,7 @@ def _gradient_shape(work: RowWork, stage_bytes: int, fitting: int) -> PipeShape:
     """
     eights, warps, stages = work.hidden // 8, 8, 4
     if work.gradients > 1:
-        warps, stages = -(-eights // 128), 5  # a thread then holds four vectors of a row, and never takes them again
+        warps, stages = -(-eights // 128), 5  # a thread then holds four vectors of a row, and loads none of them twice
     elif work.rows <= FEW_ROWS or (work.inputs == 2 and work.rows >= MANY_GRADIENT_ROWS):
         warps, stages = 4, 5
     needed = -(-eights // (32 * max(1, GRADIENT_REGISTERS // work.registers)))
@@ -428,16 +395,12 @@ def _gradient_shape(work: RowWork, stage_bytes: int, fitting: int) -> PipeShape:
 def _consumers(work: RowWork, eights: int, budget: int) -> int:
     """Warps of a block that compute on rows."""
     groups = _groups(eights, max(1, budget // work.registers), WIDE_WARPS)
-    held = -(-eights // (32 * (WIDE_WARPS // groups))) * work.registers
-    return WIDE_WARPS if work.hidden > WIDE or (budget == REGISTERS and held <= LIGHT) else CONSUMER_WARPS
-
-
-SCALED_EIGHTS = 16
-"""Eight-element units with one scale as 8-bit floats. A piece holds whole blocks of them."""
+    needed = -(-eights // (32 * (WIDE_WARPS // groups))) * work.registers
+    return WIDE_WARPS if work.hidden > WIDE or (budget == REGISTERS and needed <= LIGHT) else CONSUMER_WARPS
 
 
 def _tile(work: RowWork, eights: int) -> tuple[int, int]:
-    """Rows of a tile of about so many eights, and the eights of a piece of a row."""
+    """The rows of a tile of about `eights` eights, and the eights of a piece of a row."""
     width = work.hidden // 8
     if width > eights:
         return 1, eights
@@ -445,7 +408,7 @@ def _tile(work: RowWork, eights: int) -> tuple[int, int]:
 
 
 def _groups(eights: int, vectors: int, block: int) -> int:
-    """The most groups of a block of so many warps whose threads hold a row with at most `vectors` eights each.
+    """The most groups of a block of `block` warps whose threads hold a row with at most `vectors` eights in each.
 
     >>> _groups(896, 9, 11), _groups(896, 4, 11), _groups(8, 9, 11), _groups(4096, 9, 11)
     (2, 1, 11, 1)
@@ -453,23 +416,23 @@ def _groups(eights: int, vectors: int, block: int) -> int:
     return max(1, block // -(-eights // (32 * vectors)))
 
 
-def _divided(most_groups: int, fitting: int, asked: int | None, deepest: int, least: int = 2) -> tuple[int, int]:
-    """Groups and stages of a block. A group has `least` stages if there are so many; `asked` is bounded by `fitting`.
+def _divided(most_groups: int, fitting: int, wanted: int | None, deepest: int, least: int = 2) -> tuple[int, int]:
+    """Groups and stages of a block. A group has `least` stages if enough of them fit; `fitting` bounds `wanted`.
 
     >>> _divided(3, 15, None, 3), _divided(3, 7, None, 3), _divided(3, 7, None, 3, least=3)
     ((3, 9), (3, 6), (2, 6))
-    >>> [_divided(3, 15, asked, 3, least=3) for asked in (1, 2, 4, 8, 9)]
+    >>> [_divided(3, 15, wanted, 3, least=3) for wanted in (1, 2, 4, 8, 9)]
     [(1, 1), (1, 2), (1, 4), (2, 8), (3, 9)]
     """
-    if asked is None:
+    if wanted is None:
         groups = max(1, min(most_groups, fitting // least))
         return groups, groups * min(deepest, fitting // groups)
-    stages = min(asked, fitting)
-    shares = [each for each in range(1, most_groups + 1) if stages % each == 0]
-    return max(each for each in shares if each == 1 or stages >= least * each), stages
+    stages = min(wanted, fitting)
+    divisors = [groups for groups in range(1, most_groups + 1) if stages % groups == 0]
+    return max(groups for groups in divisors if groups == 1 or stages >= least * groups), stages
 
 
-# Numbers of rows with one shape.
+# Numbers of rows with one shape: a launch is prepared once for all numbers between two breaks.
 
 
 def row_breaks(work: RowWork, limits: Limits) -> tuple[int, ...]:
@@ -487,7 +450,7 @@ def row_breaks(work: RowWork, limits: Limits) -> tuple[int, ...]:
 
 
 def piece_breaks(work: RowWork, limits: Limits) -> tuple[int, ...]:
-    """The same of `piece_shape`.
+    """The numbers of rows from which on `piece_shape` may choose another shape.
 
     >>> piece_breaks(RowWork(4096, 2048, eight_bytes=32), Limits()), piece_breaks(RowWork(9, 512, 32), Limits())[:3]
     ((2, 513), (2, 3, 4))
@@ -497,7 +460,7 @@ def piece_breaks(work: RowWork, limits: Limits) -> tuple[int, ...]:
 
 
 def _breaks(most_tile_rows: int, limits: Limits, more: tuple[int, ...]) -> tuple[int, ...]:
-    """All breaks. Fewer rows than a tile could hold make a tile of their own size, and one row has no stride."""
+    """All breaks in order. Fewer rows than a tile can hold make a tile of their own size, and one row has no stride."""
     few = [FEW_ROWS + 1]
     if limits.sms is not None:
         few += [limits.sms + 1, FEW_ROWS_OF_AN_SM * limits.sms + 1]

@@ -4,15 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+
+import torch
 
 from raymoe.cuda.params import ROW_TYPES, U32, U64, Address, Params
 from raymoe.errors import ConfigError
-from raymoe.rows.pipe_launch import MOST_TILES, too_many_tiles
+from raymoe.rows.launch import MOST_TILES, too_many_tiles
 from raymoe.rows.pipe_shape import MOST_HIDDEN, PipeShape
-
-if TYPE_CHECKING:
-    import torch
 
 SCALED = 128
 """Elements of a row of 8-bit floats that share a scale."""
@@ -142,6 +140,33 @@ def scales_of(scales: torch.Tensor, kind: list[Hashable]) -> tuple[int, int, int
     return scales.data_ptr(), 4 * row, 4 * block
 
 
+# Tensors as kernels take them: copied only if their memory does not fit.
+
+
+def as_rows(x: torch.Tensor) -> torch.Tensor:
+    """Return x if it is contiguous, else view it as [T, H] with the elements of a row adjacent. Rows begin at multiples
+    of 16 bytes: x is copied if they do not."""
+    if x.is_contiguous() and not x.data_ptr() % ALIGNMENT:
+        return x
+    rows = x.reshape(-1, x.shape[-1])
+    fits = rows.stride(1) == 1 and rows.stride(0) * rows.element_size() % ALIGNMENT == 0
+    return rows if fits and rows.data_ptr() % ALIGNMENT == 0 else rows.clone(memory_format=torch.contiguous_format)
+
+
+def as_vector(vector: torch.Tensor) -> torch.Tensor:
+    """Return a vector that begins at a multiple of 16 bytes."""
+    fits = vector.is_contiguous() and not vector.data_ptr() % ALIGNMENT
+    return vector if fits else vector.clone(memory_format=torch.contiguous_format)
+
+
+def flat(rows: torch.Tensor) -> torch.Tensor:
+    """View contiguous rows as [T, H]."""
+    return rows if rows.dim() == 2 else rows.view(-1, rows.shape[-1])
+
+
+# Checks, and the parameters of tensors.
+
+
 def rows_in(tensor: torch.Tensor) -> int:
     """The number of rows of a tensor [..., H]."""
     return tensor.shape[0] if tensor.dim() == 2 else tensor.numel() // max(1, tensor.shape[-1])
@@ -200,8 +225,6 @@ def vector_of(vector: torch.Tensor, hidden: int, name: str) -> int:
 
 def fp8_of(values: torch.Tensor, scales: torch.Tensor, shape: Sequence[int]) -> PipeFp8:
     """The rows of 8-bit floats, and their scales by the scales' own strides."""
-    import torch
-
     blocks = (shape[0], -(-shape[1] // SCALED))
     if values.dtype != torch.float8_e4m3fn or tuple(values.shape) != tuple(shape) or values.stride(1) != 1:
         raise ConfigError(

@@ -1,14 +1,14 @@
-"""Allocate the results of the functions over rows."""
+"""Allocate the results of the functions over rows, and quantise them by torch."""
 
 from __future__ import annotations
 
 import torch
 from torch import Tensor
 
-from raymoe.fp8 import FP8_BLOCK
+from raymoe.fp8 import FP8_BLOCK, quantise
 
 COLUMN_ALIGNMENT = 4
-"""A column of scales is padded to so many: 16 bytes, as bulk copies need."""
+"""A column of scales is padded to a multiple of 4, which is 16 bytes, as bulk copies need."""
 
 
 def new_like(x: Tensor) -> Tensor:
@@ -42,3 +42,10 @@ def new_quantised(rows: torch.Size, device: torch.device, column: bool) -> tuple
     [T] = leading
     aligned = -(-T // COLUMN_ALIGNMENT) * COLUMN_ALIGNMENT
     return values, torch.empty_strided((T, blocks), (1, aligned), dtype=torch.float32, device=device)
+
+
+def quantised(rows: Tensor, column: bool) -> tuple[Tensor, Tensor]:
+    """Quantise float32 rows by torch, in the form of the kernels' results."""
+    values, scales = new_quantised(rows.shape, rows.device, column)
+    exact_values, exact_scales = quantise(rows)
+    return values.copy_(exact_values), scales.copy_(exact_scales)

@@ -101,7 +101,7 @@ def copied() -> list[Step]:
 
 
 def streamed(loadings: Sequence[Loading] = ("PIPED", "IN_TURN", "PLAIN"), *, arrives: bool = False) -> list[Step]:
-    """Return the kernels of raymoe/rows/pipe.py, in short and long rows, with and without a pipeline.
+    """Return the kernels of raymoe/rows, in short and long rows, with and without a pipeline.
 
     `arrives`: with kernels whose threads each arrive for themselves, for racecheck.
     """

@@ -23,7 +23,6 @@ from raymoe.cuda.structs import Operation
 from raymoe.errors import CudaError
 from raymoe.memory.world import World
 from raymoe.packaged import packaged_folder
-from raymoe.rows import pipe_launch
 from raymoe.rows.pipe_shape import Limits, Loading
 from raymoe.transport.copy_kernel import CopyLane, Ring, Spread, copy_launch
 from tests.emulator.build import Change
@@ -141,12 +140,12 @@ def each_thread_arrives(world: World, function: Callable[..., None], *arguments:
         for change in EACH_THREAD_ARRIVES:
             (path,) = changed.rglob(change.file)
             path.write_text(change.made_in(path.read_text()))
-        with mock.patch.object(jit, "_shared", Compiler(changed)), mock.patch.object(pipe_launch, "_devices", {}):
+        with mock.patch.object(jit, "_shared", Compiler(changed)), mock.patch("raymoe.rows.launch._devices", {}):
             function(world, *arguments)
 
 
 def streams(_world: World, rows: int, hidden: int, loading: Loading) -> None:
-    """Run each kernel of raymoe/rows/pipe.py on a few SMs; raise if a result is wrong."""
+    """Run each kernel of raymoe/rows on a few SMs; raise if a result is wrong."""
     from tests.gpu import test_pipe_gpu as pipe  # it skips where torch is missing
 
     limits = Limits(sms=3, loading=loading)
@@ -189,8 +188,8 @@ def layer_kernels(_world: World) -> None:
     """Run the router's kernels, the products of experts with few rows, and the kernels over rows of experts."""
     import torch
 
-    from raymoe.moe.expert_rows_launches import Gate
-    from raymoe.rows.kernels import multiply_few_rows
+    from raymoe.moe.expert_kernels import ActivationForm
+    from raymoe.moe.few_rows import multiply_few_rows
     from tests.gpu import test_expert_rows_gpu as expert_rows
     from tests.gpu import test_router_gpu as router
 
@@ -204,8 +203,8 @@ def layer_kernels(_world: World) -> None:
     for begin, count, its in zip(offsets.tolist(), counts.tolist(), weight, strict=False):
         wanted = x[begin : begin + count].double() @ its.double().T
         torch.testing.assert_close(y[begin : begin + count].double(), wanted, rtol=2**-7, atol=2**-5)
-    for gate in (Gate(interleaved=True, alpha=1.702, limit=1.5, up_plus=1.0), Gate()):
-        expert_rows.test_gated_activations_and_their_gradients_equal_the_formula(64, gate, biased=True, weighted=True)
+    for form in (ActivationForm(interleaved=True, alpha=1.702, limit=1.5, up_plus=1.0), ActivationForm()):
+        expert_rows.test_gated_activations_and_their_gradients_equal_the_formula(64, form, biased=True, weighted=True)
     expert_rows.test_gradients_of_biases_are_near_float64_and_equal_in_five_runs("eager")
     expert_rows.test_weighted_gradients_are_in_place_and_stop_at_the_last_offset(torch.bfloat16, "eager")
 

@@ -9,8 +9,8 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
+from raymoe.moe.expert_kernels import ActivationForm  # noqa: E402
 from raymoe.moe.expert_rows import Groups, add_expert_bias, gated_activation, weigh_gradients  # noqa: E402
-from raymoe.moe.expert_rows_launches import Gate  # noqa: E402
 from raymoe.moe.experts import GPT_OSS, SWIGLU, Activation, Experts, ModelWeights, grouped_linear  # noqa: E402
 from tests.gpu.ranks import NEEDS_GPU  # noqa: E402
 
@@ -117,10 +117,10 @@ def test_gradients_of_biases_are_near_float64_and_equal_in_five_runs(how: str) -
 
 @pytest.mark.parametrize("weighted", [False, True])
 @pytest.mark.parametrize("biased", [False, True])
-@pytest.mark.parametrize("gate", [Gate(True, 1.702, 1.5, 1.0), Gate(), Gate(limit=1.0)])
+@pytest.mark.parametrize("form", [ActivationForm(True, 1.702, 1.5, 1.0), ActivationForm(), ActivationForm(limit=1.0)])
 @pytest.mark.parametrize("ffn", [64, 2880])
 def test_gated_activations_and_their_gradients_equal_the_formula(
-    ffn: int, gate: Gate, biased: bool, weighted: bool
+    ffn: int, form: ActivationForm, biased: bool, weighted: bool
 ) -> None:
     """The same operators in float64 on the CPU."""
     rows = Rows(100, 0, 7, 290)
@@ -131,7 +131,7 @@ def test_gated_activations_and_their_gradients_equal_the_formula(
         leaves = [None if each is None else each.to(device, dtype).requires_grad_() for each in given]
         factor = None if share is None else share.to(device).requires_grad_()
         groups = Groups(rows.groups.offsets.to(device), rows.groups.counts.to(device))
-        h = gated_activation(gate, leaves[0], leaves[1], groups, factor)
+        h = gated_activation(form, leaves[0], leaves[1], groups, factor)
         differentiated = [each for each in (*leaves, factor) if each is not None]
         gradients = torch.autograd.grad(h, differentiated, dh.to(device, dtype))
         results.append([each.cpu() for each in (h.detach(), *gradients)])
@@ -228,7 +228,7 @@ def test_no_call_makes_the_host_wait() -> None:
     share, offsets = rows.weights(4).requires_grad_(), rows.groups.offsets
 
     def step() -> None:
-        h = gated_activation(Gate(True, 1.702, 7.0, 1.0), wide, bias, rows.groups, share)
+        h = gated_activation(ActivationForm(True, 1.702, 7.0, 1.0), wide, bias, rows.groups, share)
         y = add_expert_bias(h, bias[:, :64], rows.groups, share)
         torch.autograd.grad(y, (wide, bias, share), narrow)
         weigh_gradients(narrow.clone(), share.detach(), offsets, narrow)

@@ -12,22 +12,18 @@ torch = pytest.importorskip("torch")
 from raymoe.cuda import driver  # noqa: E402
 from raymoe.cuda.gpu import Gpu  # noqa: E402
 from raymoe.errors import ConfigError  # noqa: E402
-from raymoe.rows import pipe_launch, tile_counters  # noqa: E402
-from raymoe.rows.pipe import LayerNorm, RmsNorm, layer_norm, rms_norm, rms_norm_call  # noqa: E402
-from raymoe.rows.pipe_backward import (  # noqa: E402
-    LayerNormBackward,
-    RmsNormBackward,
-    layer_norm_backward,
-    rms_norm_backward,
-)
-from raymoe.rows.pipe_pieces import (  # noqa: E402
+from raymoe.rows import launch, tile_counters  # noqa: E402
+from raymoe.rows.elementwise_kernels import (  # noqa: E402
     Pointwise,
     Swiglu,
     SwigluBackward,
     new_piece_sums,
-    pointwise,
-    swiglu,
-    swiglu_backward,
+)
+from raymoe.rows.norm_kernels import (  # noqa: E402
+    LayerNorm,
+    LayerNormBackward,
+    RmsNorm,
+    RmsNormBackward,
 )
 from raymoe.rows.pipe_shape import Limits  # noqa: E402
 from tests.unit.rows.emulated_pipe import close, judge_fp8  # noqa: E402
@@ -64,12 +60,12 @@ def check_norms(x: torch.Tensor, limits: Limits) -> None:
     weight, bias = (rows_of(1, hidden, x.dtype, seed)[0] for seed in (5, 6))
     residual = rows_of(rows, hidden, x.dtype, 7)
     out, added = torch.empty(rows, hidden, dtype=x.dtype, device="cuda"), torch.empty_like(residual)
-    rms_norm(RmsNorm(x, weight, out, EPS), limits)
+    RmsNorm(x, weight, out, EPS).launch(limits)
     close(out, rms_of(x, weight), size=0.1)
-    rms_norm(RmsNorm(x, weight, out, EPS, None, residual, added), limits)
+    RmsNorm(x, weight, out, EPS, None, residual, added).launch(limits)
     assert torch.equal(added, (x.float() + residual.float()).to(x.dtype))
     close(out, rms_of(added, weight), size=0.1)
-    layer_norm(LayerNorm(x, weight, bias, out, EPS), limits)
+    LayerNorm(x, weight, bias, out, EPS).launch(limits)
     close(out, layer_of(x, weight, bias), size=10)
 
 
@@ -82,13 +78,13 @@ def check_gradients(x: torch.Tensor, limits: Limits) -> None:
         (rms_of(wide, by) if kind == "rms" else layer_of(wide, by, plus)).backward(dy.double())
         dx, d_weight, d_bias = torch.empty_like(dy), torch.empty_like(weight), torch.empty_like(bias)
         if kind == "rms":
-            rms_norm_backward(RmsNormBackward(dy, x, weight, dx, d_weight, EPS), limits)
+            RmsNormBackward(dy, x, weight, dx, d_weight, EPS).launch(limits)
         else:
-            layer_norm_backward(LayerNormBackward(dy, x, weight, dx, d_weight, d_bias, EPS), limits)
+            LayerNormBackward(dy, x, weight, dx, d_weight, d_bias, EPS).launch(limits)
             close(d_bias, plus.grad, size=4 * rows**0.5)
         close(dx, wide.grad, size=10)
         if kind == "rms":
-            rms_norm_backward(RmsNormBackward(dy, x, weight, dx, d_weight, EPS, d_total=dy), limits)
+            RmsNormBackward(dy, x, weight, dx, d_weight, EPS, d_total=dy).launch(limits)
             close(dx, wide.grad + dy.double(), size=10)
         close(d_weight, by.grad, size=10 * rows**0.5)
 
@@ -101,11 +97,11 @@ def check_fp8(rows: int, hidden: int, limits: Limits, layout: str) -> None:
     values = torch.empty(rows, hidden, dtype=torch.float8_e4m3fn, device="cuda")
     scales = torch.empty((rows, blocks) if layout == "row" else (blocks, rows), device="cuda")
     scales = scales if layout == "row" else scales.T
-    rms_norm(RmsNorm(x, weight, values, EPS, scales), limits)
+    RmsNorm(x, weight, values, EPS, scales).launch(limits)
     judge_fp8(values.float(), scales, rms_of(x, weight))
-    layer_norm(LayerNorm(x, weight, bias, values, EPS, scales), limits)
+    LayerNorm(x, weight, bias, values, EPS, scales).launch(limits)
     judge_fp8(values.float(), scales, layer_of(x, weight, bias))
-    swiglu(Swiglu(gate_up, values, None, scales), limits)
+    Swiglu(gate_up, values, None, scales).launch(limits)
     gate, up = gate_up.double().chunk(2, 1)
     judge_fp8(values.float(), scales, torch.nn.functional.silu(gate) * up)
 
@@ -116,8 +112,8 @@ def check_pieces(rows: int, hidden: int, limits: Limits, dtype: torch.dtype = BF
     gate_up, dy = rows_of(rows, 2 * hidden, dtype), rows_of(rows, hidden, dtype, 1)
     offsets = torch.tensor([0, there // 2, there], dtype=torch.int32, device="cuda")
     out, d_gate_up = torch.full_like(dy, 7), torch.full_like(gate_up, 7)
-    swiglu(Swiglu(gate_up, out, offsets), limits)
-    swiglu_backward(SwigluBackward(dy, gate_up, d_gate_up, offsets), limits)
+    Swiglu(gate_up, out, offsets).launch(limits)
+    SwigluBackward(dy, gate_up, d_gate_up, offsets).launch(limits)
     wide = gate_up[:there].double().requires_grad_()
     gate, up = wide.chunk(2, 1)
     want = torch.nn.functional.silu(gate) * up
@@ -127,7 +123,7 @@ def check_pieces(rows: int, hidden: int, limits: Limits, dtype: torch.dtype = BF
     assert bool((out[there:] == 7).all()) and bool((d_gate_up[there:] == 7).all())
     check_weighted(gate_up, dy, offsets, there, limits)
     row, column = rows_of(1, hidden, dtype, 1)[0], rows_of(rows, 8, dtype, 2)[:, :1]
-    pointwise(Pointwise(SILU, [dy, row, column], out), limits)
+    Pointwise(SILU, [dy, row, column], out).launch(limits)
     close(out, torch.nn.functional.silu(dy.double()) * row.double() + column.double(), size=1)
 
 
@@ -135,11 +131,11 @@ def check_weighted(gate_up: torch.Tensor, dy: torch.Tensor, offsets: torch.Tenso
     """SwiGLU with a weight for each row, its gradients, and those of the weights, twice the same."""
     out, d_gate_up = torch.full_like(dy, 7), torch.full_like(gate_up, 7)
     weights = rows_of(1, len(dy), F32, 3)[0]
-    swiglu(Swiglu(gate_up, out, offsets, weights=weights), limits)
+    Swiglu(gate_up, out, offsets, weights=weights).launch(limits)
     found = []
     for _ in range(2):
         sums = new_piece_sums(gate_up, offsets, limits).fill_(7)
-        swiglu_backward(SwigluBackward(dy, gate_up, d_gate_up, offsets, weights, sums), limits)
+        SwigluBackward(dy, gate_up, d_gate_up, offsets, weights, sums).launch(limits)
         assert bool((sums[:, there:] == 7).all())
         found.append(sums[:, :there].sum(dim=0))
     assert torch.equal(*found)
@@ -179,7 +175,7 @@ def test_rows_may_be_apart_and_a_tensor_may_be_larger_than_4_gib() -> None:
     x = torch.zeros(160_000, 16384, dtype=BF16, device="cuda")
     x[-1] = rows_of(1, 16384)[0]
     weight, out = torch.ones(16384, dtype=BF16, device="cuda"), torch.empty_like(x)
-    rms_norm(RmsNorm(x, weight, out, EPS))
+    RmsNorm(x, weight, out, EPS).launch()
     close(out[-1:], rms_of(x[-1:], weight), size=0.1)
     assert not bool(out[:-1].any())
 
@@ -187,7 +183,7 @@ def test_rows_may_be_apart_and_a_tensor_may_be_larger_than_4_gib() -> None:
 def test_millions_of_short_rows() -> None:
     x, weight = rows_of(3_000_001, 64), torch.ones(64, dtype=BF16, device="cuda")
     out = torch.empty_like(x)
-    rms_norm(RmsNorm(x, weight, out, EPS))
+    RmsNorm(x, weight, out, EPS).launch()
     close(out, rms_of(x, weight), size=0.1)
 
 
@@ -220,7 +216,7 @@ def norms_with_counters(count: int, limits: Limits) -> tuple[list[RmsNorm], Call
         )
         for seed in range(count)
     ]
-    assert all(rms_norm_call(call, limits).dynamic for call in calls)
+    assert all(call.kernel_call(limits).dynamic for call in calls)
 
     def check() -> None:
         torch.cuda.synchronize()
@@ -237,18 +233,18 @@ def test_launches_that_run_at_once_take_rows_from_counters_of_their_own() -> Non
     limits = Limits(30)
     calls, check = norms_with_counters(8, limits)
     streams = [torch.cuda.Stream() for _ in range(4)]
-    rms_norm(calls[0], limits)
+    calls[0].launch(limits)
     torch.cuda.synchronize()
     for _ in range(20):
         for number, call in enumerate(calls):
             with torch.cuda.stream(streams[number % 4]):
-                rms_norm(call, limits)
+                call.launch(limits)
         check()
     graphs = [torch.cuda.CUDAGraph() for _ in streams]
     for graph, first in zip(graphs, range(0, 8, 2), strict=True):
         with torch.cuda.graph(graph, stream=streams[0]):
             for call in calls[first : first + 2]:
-                rms_norm(call, limits)
+                call.launch(limits)
     for _ in range(20):
         for graph, stream in zip(graphs, streams, strict=True):
             with torch.cuda.stream(stream):
@@ -258,14 +254,14 @@ def test_launches_that_run_at_once_take_rows_from_counters_of_their_own() -> Non
 
 def test_a_capture_can_make_counters(gpu: Gpu, monkeypatch: pytest.MonkeyPatch) -> None:
     calls, check = norms_with_counters(5, Limits())
-    rms_norm(calls[0])
+    calls[0].launch()
     torch.cuda.synchronize()
     monkeypatch.setattr(tile_counters, "TOGETHER", 2)
-    monkeypatch.setattr(pipe_launch.device_of(0), "_counters", tile_counters.TileCounters(gpu))
+    monkeypatch.setattr(launch.device_of(0), "_counters", tile_counters.TileCounters(gpu))
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         for call in calls:
-            rms_norm(call)
+            call.launch()
     for _ in range(3):
         graph.replay()
         check()
@@ -286,11 +282,11 @@ def test_a_new_stream_with_the_number_of_a_destroyed_one_takes_another_counter(g
         first_counter = counters.of_stream(old)
         with torch.cuda.stream(torch.cuda.ExternalStream(old)):
             torch.cuda._sleep(2_000_000)  # about 1 ms
-            rms_norm(calls[0], limits)
+            calls[0].launch(limits)
         driver.call("cuStreamDestroy", old)
         new = new_stream()
         with torch.cuda.stream(torch.cuda.ExternalStream(new)):
-            rms_norm(calls[1], limits)
+            calls[1].launch(limits)
         if new == old:
             again += 1
             assert counters.of_stream(new) != first_counter
@@ -312,17 +308,17 @@ def test_default_streams_have_counters_by_context_and_thread(gpu: Gpu) -> None:
 
 
 def test_a_kernel_has_one_launch_for_all_numbers_of_rows() -> None:
-    device = pipe_launch.device_of(0)
+    device = launch.device_of(0)
     x, weight = rows_of(3000, 1064), rows_of(1, 1064, seed=5)[0]  # a shape of no other test
     out, dx, d_weight = torch.empty_like(x), torch.empty_like(x), torch.empty_like(weight)
     before = len(device.launches)
     for rows in range(1, 3001):
-        rms_norm(RmsNorm(x[:rows], weight, out[:rows], EPS))
-        rms_norm_backward(RmsNormBackward(x[:rows], x[:rows], weight, dx[:rows], d_weight, EPS))
+        RmsNorm(x[:rows], weight, out[:rows], EPS).launch()
+        RmsNormBackward(x[:rows], x[:rows], weight, dx[:rows], d_weight, EPS).launch()
     close(out, rms_of(x, weight), size=0.1)
     assert len(device.launches) - before < 20
     for rows in (1, 2, 40, 133, 700, 2999):
-        rms_norm(RmsNorm(x[:rows], weight, out.fill_(7)[:rows], EPS))
+        RmsNorm(x[:rows], weight, out.fill_(7)[:rows], EPS).launch()
         close(out[:rows], rms_of(x[:rows], weight), size=0.1)
         assert bool((out[rows:] == 7).all())
 
@@ -336,7 +332,7 @@ def test_threads_on_streams_of_their_own_share_launches() -> None:
     def run(call: RmsNorm) -> None:
         with torch.cuda.stream(torch.cuda.Stream()):
             for _ in range(300):
-                rms_norm(call)
+                call.launch()
             torch.cuda.current_stream().synchronize()
 
     with ThreadPoolExecutor(8) as pool:
@@ -372,7 +368,7 @@ def test_gradients_are_the_same_in_every_run(rows: int) -> None:
     found = []
     for _ in range(5):
         dx, d_weight = torch.empty_like(x), torch.empty_like(weight)
-        rms_norm_backward(RmsNormBackward(dy, x, weight, dx, d_weight, EPS))
+        RmsNormBackward(dy, x, weight, dx, d_weight, EPS).launch()
         found.append((dx, d_weight))
     assert all(torch.equal(a, b) for each in found[1:] for a, b in zip(found[0], each, strict=True))
 
@@ -382,12 +378,12 @@ def test_calls_can_be_captured_after_a_first_one() -> None:
     out = torch.empty_like(x)
     graph = torch.cuda.CUDAGraph()
     with pytest.raises(ConfigError, match="call it once before the capture"), torch.cuda.graph(graph):
-        rms_norm(RmsNorm(x, weight, out, EPS), Limits(sms=7))
+        RmsNorm(x, weight, out, EPS).launch(Limits(sms=7))
     torch.cuda.synchronize()
-    rms_norm(RmsNorm(x, weight, out, EPS))
+    RmsNorm(x, weight, out, EPS).launch()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        rms_norm(RmsNorm(x, weight, out, EPS))
+        RmsNorm(x, weight, out, EPS).launch()
     x.copy_(rows_of(600, 1096, seed=3))
     graph.replay()
     close(out, rms_of(x, weight), size=0.1)
@@ -398,13 +394,13 @@ def test_layer_norm_of_equal_elements_is_the_bias(hidden: int) -> None:
     """A fused multiplication and addition would leave the rounding of the mean times the factor."""
     x, out = torch.full((5, hidden), 1e6, device="cuda"), torch.empty(5, hidden, device="cuda")
     weight, bias = (rows_of(1, hidden, F32, seed)[0] for seed in (5, 6))
-    layer_norm(LayerNorm(x, weight, bias, out, EPS), Limits())
+    LayerNorm(x, weight, bias, out, EPS).launch(Limits())
     assert torch.equal(out, bias.expand_as(out))
 
 
 def test_no_rows_are_no_work() -> None:
     x, weight = rows_of(0, 1024), rows_of(1, 1024)[0]
     d_weight = torch.full_like(weight, 7)
-    rms_norm(RmsNorm(x, weight, torch.empty_like(x), EPS))
-    rms_norm_backward(RmsNormBackward(x, x, weight, torch.empty_like(x), d_weight, EPS))
+    RmsNorm(x, weight, torch.empty_like(x), EPS).launch()
+    RmsNormBackward(x, x, weight, torch.empty_like(x), d_weight, EPS).launch()
     assert not bool(d_weight.any())

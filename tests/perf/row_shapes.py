@@ -21,7 +21,7 @@ import torch
 
 from raymoe.errors import ConfigError, RaymoeError
 from raymoe.memory.world import World
-from raymoe.rows import pipe, pipe_backward
+from raymoe.rows import norm_kernels
 from raymoe.rows.pipe_shape import TILE_BYTES, Limits, PipeShape, RowWork, row_shape
 from raymoe.workload.pointwise.gpu import GpuClock
 from raymoe.workload.pointwise.operations import OPERATIONS, RowSizes, drawn
@@ -59,8 +59,7 @@ def shape_of(asked: str, work: RowWork, limits: Limits) -> PipeShape:
 @contextmanager
 def shaped(asked: str) -> Iterator[None]:
     """Let norms inside this context have the shape that is asked for."""
-    choose = partial(shape_of, asked)
-    with mock.patch.object(pipe, "row_shape", choose), mock.patch.object(pipe_backward, "row_shape", choose):
+    with mock.patch.object(norm_kernels, "row_shape", partial(shape_of, asked)):
         yield
 
 

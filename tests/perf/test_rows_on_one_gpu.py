@@ -9,9 +9,12 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-from raymoe.rows.pipe import LayerNorm, RmsNorm, layer_norm, rms_norm  # noqa: E402
-from raymoe.rows.pipe_backward import RmsNormBackward, rms_norm_backward  # noqa: E402
-from raymoe.rows.pipe_pieces import Pointwise, Swiglu, pointwise, swiglu  # noqa: E402
+from raymoe.rows.elementwise_kernels import Pointwise, Swiglu  # noqa: E402
+from raymoe.rows.norm_kernels import (  # noqa: E402
+    LayerNorm,
+    RmsNorm,
+    RmsNormBackward,
+)
 from raymoe.rows.pipe_shape import Limits  # noqa: E402
 from tests.gpu.ranks import NEEDS_GPU  # noqa: E402
 
@@ -70,7 +73,7 @@ def copied(nbytes: int) -> float:
 
     def by_pipeline() -> Call:
         asked = Pointwise("v0", [rows(count)], rows(count))
-        return lambda: pointwise(asked)
+        return lambda: asked.launch()
 
     return min(us_of(by_torch), us_of(by_pipeline))
 
@@ -83,19 +86,19 @@ def forward(kind: str, count: int, limits: Limits | None = None) -> tuple[Callab
         x = rows(count)
         if kind == "add_rms_norm":
             added = RmsNorm(x, weight, rows(count), residual=rows(count), residual_out=rows(count))
-            return lambda: rms_norm(added, limits)
+            return lambda: added.launch(limits)
         if kind == "layer_norm":
             asked = LayerNorm(x, weight, weight, rows(count))
-            return lambda: layer_norm(asked, limits)
+            return lambda: asked.launch(limits)
         if kind == "rms_norm_fp8":
             values, scales = scaled(count, HIDDEN)
             quantised = RmsNorm(x, weight, values, scales=scales)
-            return lambda: rms_norm(quantised, limits)
+            return lambda: quantised.launch(limits)
         if kind == "rms_norm_backward":
             gradient = RmsNormBackward(rows(count), x, weight, rows(count), torch.empty_like(weight))
-            return lambda: rms_norm_backward(gradient, limits)
+            return lambda: gradient.launch(limits)
         plain = RmsNorm(x, weight, rows(count))
-        return lambda: rms_norm(plain, limits)
+        return lambda: plain.launch(limits)
 
     halves = {"rms_norm": 4, "add_rms_norm": 8, "layer_norm": 4, "rms_norm_fp8": 3, "rms_norm_backward": 6}
     return make, wide * halves[kind] // 2
@@ -129,7 +132,7 @@ def test_swiglu_takes_the_time_of_the_rows_that_are_there() -> None:
         def made() -> Call:
             values, scales = scaled(count, FFN)
             asked = Swiglu(rows(count, 2 * FFN), values, offsets, scales)
-            return lambda: swiglu(asked)
+            return lambda: asked.launch()
 
         return made
 

@@ -18,7 +18,15 @@ from torch.nn import functional
 
 from raymoe.errors import RaymoeError
 from raymoe.fp8 import quantise
-from raymoe.rows import activation, elementwise, formulas, kernels, norm  # noqa: F401  (they register the operators)
+from raymoe.rows import (  # noqa: F401  (three of them register the operators)
+    activation,
+    elementwise,
+    elementwise_kernels,
+    formulas,
+    launch,
+    norm,
+    norm_kernels,
+)
 from raymoe.rows.pipe_shape import Limits
 from raymoe.workload.pointwise.operations import EPS, EXPRESSION, OPERATIONS, RowSizes, Tensors
 
@@ -57,8 +65,8 @@ class Task:
 # raymoe: by its operators, or by its kernels where the task asks for stages or another way of loading.
 
 Via = Callable[[Any, Tensors, Any], Any]
-"""Computes by the functions of a module: `torch.ops.raymoe` or `raymoe.rows.kernels`. The last argument of these is the
-number of SMs or the limits."""
+"""Computes by the functions of `torch.ops.raymoe` or of a module of kernels. The last argument of these is the number
+of SMs or the limits."""
 
 _VIA: dict[str, Via] = {
     "rms_norm": lambda via, t, last: via.rms_norm(t["x"], None, t["weight"], EPS, last)[:1],
@@ -83,13 +91,17 @@ _VIA: dict[str, Via] = {
 def _raymoe(task: Task) -> Compute:
     if task.stages is None:
         return _ours(task, torch.ops.raymoe, task.sms)
-    return _ours(task, kernels, Limits(task.sms, task.stages))
+    return _ours(task, _kernels_of(task), Limits(task.sms, task.stages))
 
 
 def _in_turn(task: Task) -> Compute:
     """The same kernel, but each block loads one tensor at a time and waits for it: the baseline of the pipeline."""
     _need_kernels(task)
-    return _ours(task, kernels, Limits(task.sms, loading="IN_TURN"))
+    return _ours(task, _kernels_of(task), Limits(task.sms, loading="IN_TURN"))
+
+
+def _kernels_of(task: Task) -> Any:
+    return norm_kernels if "norm" in task.op else elementwise_kernels
 
 
 def _ours(task: Task, via: Any, last: object) -> Compute:
@@ -102,7 +114,7 @@ def _as_tuple(found: Tensor | Results) -> Results:
 
 
 def _need_kernels(task: Task) -> None:
-    if not kernels.takes(task.given[0]):
+    if not launch.takes(task.given[0]):
         raise Unavailable("raymoe's kernels need a GPU of compute capability 9.0 or newer")
 
 
@@ -263,7 +275,7 @@ def _own_copy(task: Task) -> Compute:
     some, width = task.given[0], task.sizes.width
     rows = max(1, task.nbytes // (2 * width * some.element_size()))
     source = torch.ones(rows, width, dtype=some.dtype, device=some.device)
-    return lambda: (kernels.pointwise("a", "a", [source], Limits()),)
+    return lambda: (elementwise_kernels.pointwise("a", "a", [source], Limits()),)
 
 
 # All of them.

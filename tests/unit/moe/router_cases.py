@@ -6,16 +6,7 @@ import torch
 
 from raymoe.cuda.jit import KernelSource
 from raymoe.moe.router_formulas import RouterForm
-from raymoe.moe.router_launches import (
-    Choosing,
-    Route,
-    RouteBackward,
-    RouterSums,
-    route_backward_call,
-    route_call,
-    runs_of,
-    sums_call,
-)
+from raymoe.moe.router_kernels import Route, RouteBackward, RouterSums, runs_of
 
 FORMS = {
     "deepseek_v3": RouterForm(256, 8, "sigmoid", scale=2.5, groups=8, topk_groups=4),
@@ -106,18 +97,16 @@ def router_sources() -> list[KernelSource]:
 def _sums_source(experts: int, sigmoid: bool = False) -> KernelSource:
     logits, ids = torch.empty(9, experts, device="meta"), torch.empty(9, 8, device="meta")
     rows = torch.empty(runs_of(9)[0], experts, device="meta")
-    return sums_call(RouterSums(sigmoid, logits, ids, rows, rows)).source
+    return RouterSums(sigmoid, logits, ids, rows, rows).kernel_call().source
 
 
 def _backward_source(name: str, dtype: torch.dtype) -> KernelSource:
     form = FORMS[name]
     logits, out = torch.empty(1, form.experts, dtype=dtype, device="meta"), torch.empty(1, form.topk, device="meta")
-    choosing = Choosing(form.experts, form.topk, form.score, form.normalise, form.groups, form.topk_groups)
-    return route_backward_call(RouteBackward(choosing, out, logits, out, logits)).source
+    return RouteBackward(form, out, logits, out, logits).kernel_call().source
 
 
 def _source(name: str, dtype: torch.dtype) -> KernelSource:
     form, bias = FORMS[name], bias_for(name)
     logits, out = torch.empty(1, form.experts, dtype=dtype, device="meta"), torch.empty(1, form.topk, device="meta")
-    choosing = Choosing(form.experts, form.topk, form.score, form.normalise, form.groups, form.topk_groups)
-    return route_call(Route(choosing, logits, bias, out, out)).source
+    return Route(form, logits, bias, out, out).kernel_call().source

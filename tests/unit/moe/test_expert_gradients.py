@@ -2,23 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from typing import Any
+from collections.abc import Iterator
 
 import pytest
 import torch
 
-from raymoe.moe import expert_rows_launches as expert_rows
 from raymoe.moe import experts as experts_of_a_layer
+from raymoe.moe.expert_kernels import ActivationForm, ExpertKernel
 from raymoe.moe.expert_rows import Groups, add_expert_bias, gated_activation, weigh_gradients
-from raymoe.moe.expert_rows_launches import Gate
 from raymoe.moe.experts import GPT_OSS, SWIGLU, Activation, Experts, ModelWeights, grouped_linear
-from raymoe.rows import kernels
 from tests.emulator.build import compiler
 from tests.unit.rows.emulated_pipe import close, run_call, tensors_of
 
 BF16 = torch.bfloat16
-EMULATED = ("gated_activation", "gated_activation_backward", "add_expert_bias", "expert_sums", "weigh_gradients")
 OFFSETS, COUNTS = torch.tensor([0, 8, 8, 24], dtype=torch.int32), torch.tensor([5, 0, 16], dtype=torch.int32)
 ROWS = 40
 
@@ -30,16 +26,13 @@ def launched(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
         pytest.skip("needs a C++ compiler, which compiles kernels for a CPU")
     names: list[str] = []
 
-    def emulating(name: str, call: Callable[[Any], Any]) -> Callable[[Any], None]:
-        def launch(asked: Any) -> None:
-            names.append(name)
-            run_call(call(asked), [*tensors_of(asked), *tensors_of(asked.places)])
+    def emulate(kernel: ExpertKernel) -> None:
+        call = kernel.kernel_call()
+        names.append(call.source.stem)
+        run_call(call, [*tensors_of(kernel), *tensors_of(kernel.places)])
 
-        return launch
-
-    for name in EMULATED:
-        monkeypatch.setattr(expert_rows, name, emulating(name, getattr(expert_rows, f"{name}_call")))
-    monkeypatch.setattr(kernels, "takes", lambda x: x.dtype == BF16)
+    monkeypatch.setattr(ExpertKernel, "launch", emulate)
+    monkeypatch.setattr("raymoe.rows.launch.takes", lambda x: x.dtype == BF16)
     monkeypatch.setattr(experts_of_a_layer, "_in_kernels", lambda _: True)
     yield names
 
@@ -172,15 +165,15 @@ def test_compiled_experts_are_one_graph_with_the_same_gradients(launched: list[s
     assert all(torch.equal(one, two) for one, two in zip(*results, strict=True))
 
 
-@pytest.mark.parametrize("gate", [Gate(), Gate(True, 1.702, 1.0, 1.0), Gate(limit=0.5)])
-def test_gradients_of_the_formula_equal_finite_differences(gate: Gate) -> None:
+@pytest.mark.parametrize("form", [ActivationForm(), ActivationForm(True, 1.702, 1.0, 1.0), ActivationForm(limit=0.5)])
+def test_gradients_of_the_formula_equal_finite_differences(form: ActivationForm) -> None:
     """In float64, which no kernel takes."""
     gate_up, bias = (drawn(*shape, seed=1, dtype=torch.float64) for shape in ((12, 8), (2, 8)))
     groups = Groups(torch.tensor([0, 4, 9], dtype=torch.int32), torch.tensor([3, 5], dtype=torch.int32))
     weights = torch.rand(12, generator=torch.Generator().manual_seed(2))
 
     def step(gate_up: torch.Tensor, bias: torch.Tensor) -> torch.Tensor:
-        return gated_activation(gate, gate_up, bias, groups, weights)[:9]
+        return gated_activation(form, gate_up, bias, groups, weights)[:9]
 
     assert torch.autograd.gradcheck(step, (gate_up.requires_grad_(), bias.requires_grad_()))
 
@@ -189,17 +182,17 @@ def test_operators_pass_opcheck() -> None:
     ops = torch.ops.raymoe
     rows, wide = drawn(ROWS, 8, seed=1, dtype=torch.float32), drawn(ROWS, 16, seed=2, dtype=torch.float32)
     bias, both = drawn(3, 8, seed=3, dtype=torch.float32), drawn(3, 16, seed=4, dtype=torch.float32)
-    weights, gate = weights_of_rows(5), (True, 1.702, 7.0, 1.0)
+    weights, form = weights_of_rows(5), (True, 1.702, 7.0, 1.0)
     for each in (rows, wide, bias, both, weights):
         each.requires_grad_()
     for share in (weights, None):
         torch.library.opcheck(ops.add_expert_bias, (rows, bias, OFFSETS, COUNTS, share))
-        torch.library.opcheck(ops.gated_activation, (wide, both, OFFSETS, COUNTS, share, *gate))
-        torch.library.opcheck(ops.gated_activation, (wide, None, OFFSETS, COUNTS, share, *gate))
+        torch.library.opcheck(ops.gated_activation, (wide, both, OFFSETS, COUNTS, share, *form))
+        torch.library.opcheck(ops.gated_activation, (wide, None, OFFSETS, COUNTS, share, *form))
     rows, wide, bias, both, weights = (each.detach() for each in (rows, wide, bias, both, weights))
     for share in (weights, None):
         torch.library.opcheck(ops.expert_sums, (rows, OFFSETS, COUNTS, share))
-        back = rows, wide, both, OFFSETS, COUNTS, share, *gate
+        back = rows, wide, both, OFFSETS, COUNTS, share, *form
         torch.library.opcheck(ops.gated_activation_backward, back)
     torch.library.opcheck(ops.bias_dots, (rows, bias, OFFSETS, COUNTS))
     for other in (wide[:, :8].contiguous(), None):

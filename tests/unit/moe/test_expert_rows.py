@@ -4,38 +4,31 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from math import inf
-from typing import Any
 
 import pytest
 import torch
 
 from raymoe.errors import ConfigError
-from raymoe.moe import expert_rows_launches as device_rows
-from raymoe.moe.expert_rows_launches import (
+from raymoe.moe.expert_kernels import (
+    ActivationForm,
     AddExpertBias,
+    ExpertKernel,
     ExpertSums,
-    Gate,
     GatedActivation,
     GatedActivationBackward,
     Places,
     WeighGradients,
-    add_expert_bias_call,
-    expert_sums_call,
-    gated_activation_backward_call,
-    gated_activation_call,
     new_sums,
-    weigh_gradients_call,
+    takes,
 )
-from raymoe.rows.pipe_launch import KernelCall
 from tests.emulator.build import Change, compiler
 from tests.emulator.machine import EmulatorError
+from tests.unit.moe.expert_rows_sources import GPT_OSS
 from tests.unit.rows.emulated_pipe import close, run_call, tensors_of
 
 pytestmark = pytest.mark.skipif(compiler() is None, reason="needs a C++ compiler, which compiles kernels for a CPU")
 BF16 = torch.bfloat16
 UNTOUCHED = 77.0
-GPT_OSS = Gate(interleaved=True, alpha=1.702, limit=7.0, up_plus=1.0)
 COUNTS = ([3, 0, 8, 1], [0, 20, 0], [0, 0], [1] * 40)
 
 
@@ -79,36 +72,36 @@ class Rows:
         assert not found[self.gaps].any() and bool((found[self.end :] == UNTOUCHED).all())
 
 
-def run(call: KernelCall, asked: Any, places: Places, sms: int = 2, changes: Sequence[Change] = ()) -> None:
-    run_call(call, [*tensors_of(asked), *tensors_of(places)], sms=sms, changes=changes)
+def run(kernel: ExpertKernel, sms: int = 2, changes: Sequence[Change] = ()) -> None:
+    run_call(kernel.kernel_call(), [*tensors_of(kernel), *tensors_of(kernel.places)], sms=sms, changes=changes)
 
 
-def activated(gate: Gate, gate_up: torch.Tensor) -> torch.Tensor:
-    left, right = (gate_up[:, ::2], gate_up[:, 1::2]) if gate.interleaved else gate_up.chunk(2, dim=1)
-    left, right = left.clamp(max=gate.limit), right.clamp(-gate.limit, gate.limit)
-    return left * torch.sigmoid(left * gate.alpha) * (right + gate.up_plus)
+def activated(form: ActivationForm, gate_up: torch.Tensor) -> torch.Tensor:
+    left, right = (gate_up[:, ::2], gate_up[:, 1::2]) if form.interleaved else gate_up.chunk(2, dim=1)
+    left, right = left.clamp(max=form.limit), right.clamp(-form.limit, form.limit)
+    return left * torch.sigmoid(left * form.alpha) * (right + form.up_plus)
 
 
 # Gated activations.
 
-GATES = {"gpt_oss": GPT_OSS, "swiglu": Gate(), "clamped": Gate(limit=2.0)}
+FORMS = {"gpt_oss": GPT_OSS, "swiglu": ActivationForm(), "clamped": ActivationForm(limit=2.0)}
 
 
 def run_gated(
-    rows: Rows, gate: Gate, options: str, ffn: int = 40, sms: int = 2, changes: Sequence[Change] = ()
+    rows: Rows, form: ActivationForm, options: str, ffn: int = 40, sms: int = 2, changes: Sequence[Change] = ()
 ) -> None:
     """Compute the activation and its gradients, and compare all of them with float64."""
     gate_up, dh = rows.drawn(2 * ffn, 1), rows.drawn(ffn, 2)
     bias = drawn(len(rows.counts), 2 * ffn, seed=3) if "biased" in options else None
     weights = rows.weights(4) if "weighted" in options else None
-    call = GatedActivation(gate, gate_up, bias, weights, rows.empty(ffn), rows.places)
-    run(gated_activation_call(call), call, rows.places, sms, changes)
+    call = GatedActivation(form, gate_up, bias, weights, rows.empty(ffn), rows.places)
+    run(call, sms, changes)
     d_weights = None if weights is None else rows.empty(dtype=torch.float32)
-    back = GatedActivationBackward(gate, dh, gate_up, bias, weights, rows.empty(2 * ffn), d_weights, rows.places)
-    run(gated_activation_backward_call(back), back, rows.places, sms, changes)
+    back = GatedActivationBackward(form, dh, gate_up, bias, weights, rows.empty(2 * ffn), d_weights, rows.places)
+    run(back, sms, changes)
     exact = gate_up[rows.there].double().requires_grad_()
     share = (torch.ones(rows.capacity) if weights is None else weights)[rows.there].double().requires_grad_()
-    h = activated(gate, exact if bias is None else exact + bias.double()[rows.expert[rows.there]]) * share[:, None]
+    h = activated(form, exact if bias is None else exact + bias.double()[rows.expert[rows.there]]) * share[:, None]
     rows.judge(call.out, h.detach(), 0.1)
     d_gate_up, d_share = torch.autograd.grad((h * dh[rows.there].double()).sum(), (exact, share))
     rows.judge(back.d_gate_up, d_gate_up, 0.1)
@@ -117,9 +110,9 @@ def run_gated(
 
 
 @pytest.mark.parametrize("options", ["plain", "biased", "weighted", "biased weighted"])
-@pytest.mark.parametrize("gate", GATES)
+@pytest.mark.parametrize("gate", FORMS)
 def test_gated_rows_and_their_gradients_are_those_of_float64(gate: str, options: str) -> None:
-    run_gated(Rows([3, 0, 8, 1]), GATES[gate], options)
+    run_gated(Rows([3, 0, 8, 1]), FORMS[gate], options)
 
 
 @pytest.mark.parametrize("counts", COUNTS)
@@ -137,7 +130,7 @@ def test_a_nan_stays_one_through_the_limit() -> None:
     gate_up = rows.drawn(16, 1)
     gate_up[0] = torch.nan
     call = GatedActivation(GPT_OSS, gate_up, None, None, rows.empty(8), rows.places)
-    run(gated_activation_call(call), call, rows.places)
+    run(call)
     assert call.out[0].isnan().all() and not call.out[1].isnan().any()
 
 
@@ -148,7 +141,7 @@ def run_added(rows: Rows, weighted: bool, columns: int = 72, sms: int = 2, chang
     source, bias = rows.drawn(columns, 1), drawn(len(rows.counts), columns, seed=2)
     weights = rows.weights(3) if weighted else None
     call = AddExpertBias(source, bias, weights, rows.empty(columns), rows.places)
-    run(add_expert_bias_call(call), call, rows.places, sms, changes)
+    run(call, sms, changes)
     added = bias.double()[rows.expert[rows.there]]
     if weights is not None:
         added = added * weights[rows.there, None].double()
@@ -165,7 +158,7 @@ def sums_of(
     rows: Rows, source: torch.Tensor, weights: torch.Tensor | None, sms: int = 2, changes: Sequence[Change] = ()
 ) -> torch.Tensor:
     call = ExpertSums(source, weights, new_sums(source, len(rows.counts)).fill_(UNTOUCHED), rows.places)
-    run(expert_sums_call(call), call, rows.places, sms, changes)
+    run(call, sms, changes)
     return call.sums
 
 
@@ -210,7 +203,7 @@ def run_weighed(
     call = WeighGradients(
         given, other if dotted else None, weights if scaled else None, d_weights, Places(rows.offsets)
     )
-    run(weigh_gradients_call(call), call, rows.places, changes=changes)
+    run(call, changes=changes)
     if d_weights is not None:
         close(d_weights[rows.there], (dy.double() * other.double()).sum(dim=1)[rows.there], 4.0 * columns)
         assert bool((d_weights[rows.end :] == UNTOUCHED).all())
@@ -229,7 +222,7 @@ def run_dots(rows: Rows, changes: Sequence[Change] = ()) -> None:
     dy, bias = rows.drawn(40, 1), drawn(len(rows.counts), 40, seed=2)
     d_weights = rows.empty(dtype=torch.float32)
     call = WeighGradients(dy.clone(), bias, None, d_weights, rows.places)
-    run(weigh_gradients_call(call), call, rows.places, changes=changes)
+    run(call, changes=changes)
     rows.judge(d_weights, (dy[rows.there].double() * bias.double()[rows.expert[rows.there]]).sum(dim=1), 160.0)
     assert torch.equal(call.dy.view(torch.int16), dy.view(torch.int16))
 
@@ -252,10 +245,10 @@ def run_all(changes: Sequence[Change]) -> None:
 
 
 INJECTED_BUGS = {
-    "an expert that begins at the row forgotten": ("rows.cuh", "end <= row", "end < row"),
-    "rows after the last offset": ("rows.cuh", "return min(p.capacity, ", "return max(p.capacity, "),
-    "gaps taken for rows": ("rows.cuh", ">= ptx::load_4(p.expert_counts", "> ptx::load_4(p.expert_counts"),
-    "the last places of a row forgotten": ("rows.cuh", "begin < width; begin", "begin + 32 < width; begin"),
+    "an expert that begins at the row forgotten": ("expert_rows.cuh", "end <= row", "end < row"),
+    "rows after the last offset": ("expert_rows.cuh", "return min(p.capacity, ", "return max(p.capacity, "),
+    "gaps taken for rows": ("expert_rows.cuh", ">= ptx::load_4(p.expert_counts", "> ptx::load_4(p.expert_counts"),
+    "the last places of a row forgotten": ("expert_rows.cuh", "begin < width; begin", "begin + 32 < width; begin"),
     "gate and up swapped": ("gated.cuh", "gate[j] = both[2 * j];", "gate[j] = both[2 * j + 1];"),
     "no weight": ("gated_activation.cu", "(u + form.up_plus) * weight", "(u + form.up_plus)"),
     "a gradient through the limit": ("gated_activation_backward.cu", "gate[j] > form.limit, up", "false, up"),
@@ -299,9 +292,9 @@ def test_tensors_that_do_not_fit_are_refused() -> None:
         (replace(call, rows=rows.drawn(20, 1)[:, :12]), "rows is"),
     ):
         with pytest.raises(ConfigError, match=said):
-            add_expert_bias_call(changed)
+            changed.kernel_call()
     with pytest.raises(ConfigError, match="gradients of weights need both"):
-        weigh_gradients_call(WeighGradients(source, source, None, None, Places(rows.offsets)))
+        WeighGradients(source, source, None, None, Places(rows.offsets)).kernel_call()
     with pytest.raises(ConfigError, match="rows of 12 elements; the kernels of experts take multiples of 8"):
-        gated_activation_call(GatedActivation(Gate(limit=inf), rows.empty(24), None, None, rows.empty(12), rows.places))
-    assert device_rows.takes(source) and not device_rows.takes(source[:, :12]) and not device_rows.takes(source.float())
+        GatedActivation(ActivationForm(), rows.empty(24), None, None, rows.empty(12), rows.places).kernel_call()
+    assert takes(source) and not takes(source[:, :12]) and not takes(source.float())

@@ -11,7 +11,7 @@ import torch
 from raymoe.errors import ConfigError
 from raymoe.moe import expert_rows, few_rows
 from raymoe.moe.experts import GPT_OSS, SWIGLU, Activation, Experts, ModelWeights
-from raymoe.moe.few_rows import FewRows, few_rows_call
+from raymoe.moe.few_rows import FewRows
 from tests.emulator.build import Change, compiler
 from tests.emulator.machine import EmulatorError
 from tests.unit.rows.emulated_pipe import run_call, tensors_of
@@ -50,7 +50,7 @@ def expected(call: FewRows) -> torch.Tensor:
 
 
 def judge(call: FewRows, sms: int = 2, changes: Sequence[Change] = ()) -> None:
-    run_call(few_rows_call(call), tensors_of(call), sms=sms, changes=changes)
+    run_call(call.kernel_call(), tensors_of(call), sms=sms, changes=changes)
     torch.testing.assert_close(call.y.double(), expected(call), rtol=2**-8, atol=2**-8)
 
 
@@ -100,18 +100,18 @@ def test_injected_bugs_are_found(name: str) -> None:
 def test_sizes_that_no_tile_divides_are_refused() -> None:
     for columns, outputs in ((48, 32), (64, 24)):
         with pytest.raises(ConfigError, match="few rows; the kernel takes multiples of 16 outputs and 32 columns"):
-            few_rows_call(asked([1], columns=columns, outputs=outputs))
+            asked([1], columns=columns, outputs=outputs).kernel_call()
 
 
 def test_rows_and_weights_begin_at_multiples_of_16_bytes(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(few_rows, "takes", lambda _: True)
+    monkeypatch.setattr("raymoe.rows.launch.takes", lambda _: True)
     x, flat = drawn(4, 64, seed=0), drawn(2 * 64 * 64 + 1, seed=1)
     down = drawn(2, 64, 32, seed=2)
     assert few_rows.multiplies_few_rows(x, flat[:-1].view(2, 64, 64), down)
     assert not few_rows.multiplies_few_rows(x, flat[1:].view(2, 64, 64), down)
     call = asked([1, 1], columns=64, outputs=64)
     with pytest.raises(ConfigError, match="few rows: weight does not begin at a multiple of 16 bytes"):
-        few_rows_call(replace(call, weight=flat[1:].view(2, 64, 64)))
+        replace(call, weight=flat[1:].view(2, 64, 64)).kernel_call()
 
 
 # In a layer's experts.
@@ -124,10 +124,10 @@ def launched(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
 
     def launch(call: FewRows) -> None:
         found.append(call.gated)
-        run_call(few_rows_call(call), tensors_of(call))
+        run_call(call.kernel_call(), tensors_of(call))
 
-    monkeypatch.setattr(few_rows, "few_rows", launch)
-    monkeypatch.setattr(few_rows, "takes", lambda _: True)
+    monkeypatch.setattr(FewRows, "launch", launch)
+    monkeypatch.setattr("raymoe.rows.launch.takes", lambda _: True)
     monkeypatch.setattr(expert_rows, "_in_kernels", lambda _: False)
     return found
 

@@ -13,7 +13,10 @@ import raymoe
 from raymoe.moe import add_rms_norm, layer_norm, rms_norm, swiglu
 from raymoe.moe import experts as experts_of_a_layer
 from raymoe.moe.experts import Experts, ModelWeights
-from raymoe.rows import kernels, pipe, pipe_backward, pipe_pieces, pipe_shape
+from raymoe.rows import pipe_shape
+from raymoe.rows.elementwise_kernels import Pointwise, Swiglu, SwigluBackward
+from raymoe.rows.norm_kernels import LayerNorm, LayerNormBackward, RmsNorm, RmsNormBackward
+from raymoe.rows.pipe_shape import NO_LIMITS, Limits
 from raymoe.workload.exchange.gpu import dequantised
 from raymoe.workload.pointwise import operations
 from raymoe.workload.pointwise.operations import RowSizes
@@ -24,39 +27,31 @@ from tests.unit.rows.emulated_pipe import run_call, tensors_of
 pytestmark = pytest.mark.skipif(compiler() is None, reason="needs a C++ compiler, which compiles the kernels for a CPU")
 
 BF16 = torch.bfloat16
-EMULATED = [(pipe, name) for name in ("rms_norm", "layer_norm")]
-EMULATED += [(pipe_pieces, name) for name in ("swiglu", "swiglu_backward", "pointwise")]
-
-
-def emulating(launched: list[str], name: str, make: Callable[..., Any]) -> Callable[..., None]:
-    def launch(asked: Any, limits: Any = None) -> None:
-        launched.append(name)
-        run_call(make(asked, limits), tensors_of(asked))
-
-    return launch
-
-
-def emulating_both(launched: list[str], name: str) -> Callable[..., None]:
-    """A backward is two kernels, with memory between them."""
-
-    def launch(asked: Any, limits: Any) -> None:
-        launched.append(name)
-        calls = pipe_backward.backward_calls(asked, replace(limits, sms=2))
-        for each in (calls.gradients, calls.sums):
-            run_call(each, [*tensors_of(asked), calls.partials])
-
-    return launch
+ONE_KERNEL = (RmsNorm, LayerNorm, Swiglu, SwigluBackward, Pointwise)
 
 
 @pytest.fixture
 def launched(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
     """Emulate the kernels for tensors on the CPU; yields the names of those that were launched."""
     names: list[str] = []
-    for module, name in EMULATED:
-        monkeypatch.setattr(module, name, emulating(names, name, getattr(module, f"{name}_call")))
-    for name in ("rms_norm_backward", "layer_norm_backward"):
-        monkeypatch.setattr(pipe_backward, name, emulating_both(names, name))
-    monkeypatch.setattr(kernels, "takes", lambda _: True)
+
+    def emulate(kernel: Any, limits: Limits = NO_LIMITS) -> None:
+        call = kernel.kernel_call(limits)
+        names.append(call.source.stem)
+        run_call(call, tensors_of(kernel))
+
+    def emulate_both(norm: RmsNormBackward | LayerNormBackward, limits: Limits) -> None:
+        """A backward is two kernels, with memory between them."""
+        calls = norm.kernel_calls(replace(limits, sms=2))
+        names.append(calls.gradients.source.stem)
+        for call in (calls.gradients, calls.sums):
+            run_call(call, [*tensors_of(norm), calls.partials])
+
+    for one in ONE_KERNEL:
+        monkeypatch.setattr(one, "launch", emulate)
+    for two in (RmsNormBackward, LayerNormBackward):
+        monkeypatch.setattr(two, "launch", emulate_both)
+    monkeypatch.setattr("raymoe.rows.launch.takes", lambda _: True)
     for name, few in (
         ("CONSUMER_WARPS", 4),
         ("WIDE_WARPS", 4),
@@ -75,7 +70,7 @@ def drawn(*shape: int, dtype: torch.dtype = BF16, seed: int = 0) -> torch.Tensor
 
 def by_formula(monkeypatch: pytest.MonkeyPatch, compute: Callable[[], Any]) -> Any:
     with monkeypatch.context() as patched:
-        patched.setattr(kernels, "takes", lambda _: False)
+        patched.setattr("raymoe.rows.launch.takes", lambda _: False)
         return compute()
 
 

@@ -12,18 +12,9 @@ from torch import Tensor
 from raymoe.errors import ConfigError
 from raymoe.moe import router_formulas as formulas
 from raymoe.moe import router_kernels as kernels
-from raymoe.moe import router_launches as router
 from raymoe.moe.router import Router, balance_loss, route
 from raymoe.moe.router_formulas import RouterForm
-from raymoe.moe.router_launches import (
-    Choosing,
-    Route,
-    RouteBackward,
-    RouterSums,
-    route_backward_call,
-    route_call,
-    sums_call,
-)
+from raymoe.moe.router_kernels import Route, RouteBackward, RouterSums
 from tests.emulator.build import Change, compiler
 from tests.emulator.machine import EmulatorError
 from tests.unit.moe.router_cases import FORMS, any_bias, bias_for, expected, tied
@@ -34,8 +25,8 @@ DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 STEP = 1e-5
 
 
-def emulate(call: Route, changes: Sequence[Change] = ()) -> None:
-    run_call(route_call(call), tensors_of(call), changes=changes)
+def emulate(kernel: Route | RouteBackward | RouterSums, changes: Sequence[Change] = ()) -> None:
+    run_call(kernel.kernel_call(), tensors_of(kernel), changes=changes)
 
 
 def by_kernel(
@@ -43,7 +34,7 @@ def by_kernel(
 ) -> tuple[Tensor, Tensor]:
     """Route as GPUs do, with the kernel emulated."""
     with pytest.MonkeyPatch.context() as patched:
-        patched.setattr(router, "route", lambda call: emulate(call, changes))
+        patched.setattr(Route, "launch", lambda kernel: emulate(kernel, changes))
         return kernels.route(logits, bias, form)
 
 
@@ -187,11 +178,9 @@ def test_the_same_cases_are_correct_without_the_mistakes(name: str) -> None:
 
 
 def test_many_tokens_share_blocks_and_few_do_not() -> None:
-    choosing = Choosing(8, 2, "softmax", True, 1, 1)
-
     def blocks(tokens: int) -> tuple[int, int]:
         logits, out = torch.empty(tokens, 8, device="meta"), torch.empty(tokens, 2, device="meta")
-        call = route_call(Route(choosing, logits, None, out, out))
+        call = Route(RouterForm(8, 2), logits, None, out, out).kernel_call()
         return call.blocks(132), call.threads
 
     assert [blocks(tokens) for tokens in (1, 128, 4096)] == [(1, 32), (128, 32), (1024, 128)]
@@ -209,10 +198,6 @@ def test_a_choice_that_the_kernel_does_not_make_is_left_to_the_formula(form: Rou
 # Gradients.
 
 
-def emulate_backward(call: RouteBackward, changes: Sequence[Change] = ()) -> None:
-    run_call(route_backward_call(call), tensors_of(call), changes=changes)
-
-
 def judge_backward(name: str, tokens: int, dtype: torch.dtype, changes: Sequence[Change] = ()) -> None:
     form = FORMS[name]
     logits, source = tied(name, tokens, 2, dtype), torch.Generator().manual_seed(1)
@@ -221,7 +206,7 @@ def judge_backward(name: str, tokens: int, dtype: torch.dtype, changes: Sequence
     ids, weights = formulas.route(exact, form, bias_for(name))
     (want,) = torch.autograd.grad(weights, exact, dweights.double())
     with pytest.MonkeyPatch.context() as patched:
-        patched.setattr(router, "route_backward", lambda call: emulate_backward(call, changes))
+        patched.setattr(RouteBackward, "launch", lambda kernel: emulate(kernel, changes))
         found = kernels.route_backward(dweights, logits, ids, form)
     step = {torch.float32: 1e-5, torch.bfloat16: 2**-8, torch.float16: 2**-10}[dtype]
     assert found.dtype == dtype and found.shape == logits.shape
@@ -260,13 +245,9 @@ def test_an_injected_bug_in_the_gradient_is_found(bug: str) -> None:
 # Sums over tokens.
 
 
-def emulate_sums(call: RouterSums, changes: Sequence[Change] = ()) -> None:
-    run_call(sums_call(call), tensors_of(call), changes=changes)
-
-
 def summed(logits: Tensor, ids: Tensor, sigmoid: bool, changes: Sequence[Change] = ()) -> tuple[Tensor, Tensor]:
     with pytest.MonkeyPatch.context() as patched:
-        patched.setattr(router, "router_sums", lambda call: emulate_sums(call, changes))
+        patched.setattr(RouterSums, "launch", lambda kernel: emulate(kernel, changes))
         return kernels.router_sums(logits, ids, sigmoid)
 
 
@@ -378,8 +359,8 @@ def test_gradients_reach_the_router_through_the_kernel(name: str, monkeypatch: p
     gradients = []
     for emulated in (False, True):
         if emulated:
-            monkeypatch.setattr(kernels, "takes", lambda _: True)
-            monkeypatch.setattr(router, "route", emulate)
+            monkeypatch.setattr("raymoe.rows.launch.takes", lambda _: True)
+            monkeypatch.setattr(Route, "launch", emulate)
             monkeypatch.setattr("raymoe.moe.router.route", by_operator)
         made, rows = Router(form, weight.clone(), correction=bias_for(name)), x.clone().requires_grad_()
         routed = made(rows)

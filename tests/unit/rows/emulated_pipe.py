@@ -1,4 +1,4 @@
-"""Runs the kernels of raymoe/rows/pipe.py on the emulator, with torch's memory on the CPU."""
+"""Runs the kernels of raymoe/rows on the emulator, with torch's memory on the CPU."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from raymoe.cuda.launch import Shape
-from raymoe.rows.pipe_launch import KernelCall
+from raymoe.rows.launch import KernelCall
 from tests.emulator.build import Change
 from tests.emulator.machine import Emulator
 

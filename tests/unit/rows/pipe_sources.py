@@ -1,21 +1,12 @@
-"""The kernels of raymoe/rows/pipe.py as they are launched for some shapes, without memory."""
+"""The kernels of raymoe/rows as they are launched for some shapes, without memory."""
 
 from __future__ import annotations
 
 import torch
 
 from raymoe.cuda.jit import KernelSource
-from raymoe.rows.pipe import LayerNorm, RmsNorm, layer_norm_call, rms_norm_call
-from raymoe.rows.pipe_backward import LayerNormBackward, RmsNormBackward, backward_calls
-from raymoe.rows.pipe_pieces import (
-    Pointwise,
-    Swiglu,
-    SwigluBackward,
-    new_piece_sums,
-    pointwise_call,
-    swiglu_backward_call,
-    swiglu_call,
-)
+from raymoe.rows.elementwise_kernels import Pointwise, Swiglu, SwigluBackward, new_piece_sums
+from raymoe.rows.norm_kernels import LayerNorm, LayerNormBackward, RmsNorm, RmsNormBackward
 from raymoe.rows.pipe_shape import Limits, Loading
 
 ROWS, FEW = 4096, 128
@@ -34,8 +25,8 @@ def norms(
     out = tensor(rows, hidden, dtype=torch.float8_e4m3fn) if fp8 else x
     scales = tensor(rows, -(-hidden // 128), dtype=torch.float32) if fp8 else None
     plain, added = RmsNorm(x, weight, out, 1e-6, scales), RmsNorm(x, weight, out, 1e-6, scales, x, x)
-    calls = [rms_norm_call(each, limits) for each in (plain, added)]
-    calls.append(layer_norm_call(LayerNorm(x, weight, weight, out, 1e-5, scales), limits))
+    calls = [each.kernel_call(limits) for each in (plain, added)]
+    calls.append(LayerNorm(x, weight, weight, out, 1e-5, scales).kernel_call(limits))
     first, second, third = (call.source for call in calls)
     return first, second, third
 
@@ -50,9 +41,9 @@ def pieces(
     vectors = [tensor(2048, dtype=dtype), tensor(ROWS, 1, dtype=dtype)]
     code = "([&] { const float t1 = silu(v0); return t1 * v1 + v2; }())"
     return (
-        swiglu_call(Swiglu(gate_up, values, None, scales), limits).source,
-        swiglu_backward_call(SwigluBackward(out, gate_up, gate_up), limits).source,
-        pointwise_call(Pointwise(code, [out, *vectors], out), limits).source,
+        Swiglu(gate_up, values, None, scales).kernel_call(limits).source,
+        SwigluBackward(out, gate_up, gate_up).kernel_call(limits).source,
+        Pointwise(code, [out, *vectors], out).kernel_call(limits).source,
     )
 
 
@@ -64,8 +55,8 @@ def weighted_pieces(
     weights, offsets = tensor(ROWS, dtype=torch.float32), tensor(9, dtype=torch.int32)
     sums = new_piece_sums(gate_up, offsets, limits)
     return (
-        swiglu_call(Swiglu(gate_up, out, offsets, weights=weights), limits).source,
-        swiglu_backward_call(SwigluBackward(out, gate_up, gate_up, offsets, weights, sums), limits).source,
+        Swiglu(gate_up, out, offsets, weights=weights).kernel_call(limits).source,
+        SwigluBackward(out, gate_up, gate_up, offsets, weights, sums).kernel_call(limits).source,
     )
 
 
@@ -75,9 +66,9 @@ def backwards(
     """The gradients of RMSNorm and LayerNorm, the sums of their partials, and the gradients of add + RMSNorm."""
     x, weight = tensor(rows, hidden, dtype=dtype), tensor(hidden, dtype=dtype)
     limits = Limits(132, loading=loading)
-    rms = backward_calls(RmsNormBackward(x, x, weight, x, weight), limits)
-    layer = backward_calls(LayerNormBackward(x, x, weight, x, weight, weight), limits)
-    added = backward_calls(RmsNormBackward(x, x, weight, x, weight, d_total=x), limits)
+    rms = RmsNormBackward(x, x, weight, x, weight).kernel_calls(limits)
+    layer = LayerNormBackward(x, x, weight, x, weight, weight).kernel_calls(limits)
+    added = RmsNormBackward(x, x, weight, x, weight, d_total=x).kernel_calls(limits)
     return rms.gradients.source, layer.gradients.source, layer.sums.source, added.gradients.source
 
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from raymoe.rows import pipe_shape
-from raymoe.rows.pipe_backward import LayerNormBackward, RmsNormBackward, backward_calls
+from raymoe.rows.norm_kernels import LayerNormBackward, RmsNormBackward
 from raymoe.rows.pipe_shape import Limits
 from tests.emulator.build import Change
 from tests.emulator.machine import EmulatorError
@@ -76,7 +76,7 @@ def gradients(case: Case, kind: str, seed: int = 0, changes: Sequence[Change] = 
     else:
         vectors.append(torch.full_like(vector, 7.0))
         asked = LayerNormBackward(dy.matrix, x.matrix, weight, dx.matrix, *vectors, eps=EPS)
-    calls = backward_calls(asked, case.limits)
+    calls = asked.kernel_calls(case.limits)
     assert case.loading in (None, dict(calls.gradients.source.defines)["PIPE_LOADING"])
     reachable = [*tensors_of(asked), calls.partials]
     run_call(calls.gradients, reachable, calls.sms, seed, changes)

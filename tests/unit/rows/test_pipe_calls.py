@@ -1,4 +1,4 @@
-"""The calls of raymoe/rows/pipe.py: blocks of a launch, and tensors that kernels cannot take."""
+"""The calls of raymoe/rows: blocks of a launch, and tensors that kernels cannot take."""
 
 from __future__ import annotations
 
@@ -8,10 +8,9 @@ import pytest
 import torch
 
 from raymoe.errors import ConfigError
-from raymoe.rows.pipe import LayerNorm, RmsNorm, layer_norm_call, rms_norm_call
-from raymoe.rows.pipe_backward import RmsNormBackward, backward_calls
-from raymoe.rows.pipe_launch import KernelCall
-from raymoe.rows.pipe_pieces import Swiglu, swiglu_call
+from raymoe.rows.elementwise_kernels import Swiglu
+from raymoe.rows.launch import KernelCall
+from raymoe.rows.norm_kernels import LayerNorm, RmsNorm, RmsNormBackward
 from raymoe.rows.pipe_shape import MOST_HIDDEN, SHARED_BYTES, Limits, RowWork, piece_shape, row_shape
 
 BF16 = torch.bfloat16
@@ -40,13 +39,13 @@ REFUSED = {
 @pytest.mark.parametrize("says", REFUSED)
 def test_tensors_that_a_norm_cannot_take_are_refused(says: str) -> None:
     with pytest.raises(ConfigError, match=says):
-        rms_norm_call(REFUSED[says], Limits())
+        REFUSED[says].kernel_call(Limits())
 
 
 def test_a_weight_and_a_bias_have_one_dtype() -> None:
     call = LayerNorm(ROWS.x, ROWS.weight, torch.zeros(64, dtype=BF16), ROWS.out)
     with pytest.raises(ConfigError, match="must have one dtype"):
-        layer_norm_call(call, Limits())
+        call.kernel_call(Limits())
 
 
 @pytest.mark.parametrize("field", ["sms", "stages"])
@@ -56,7 +55,7 @@ def test_limits_are_at_least_one(field: str) -> None:
 
 
 def rms_norm_of(rows: int, limits: Limits) -> tuple[KernelCall, str]:
-    call = rms_norm_call(RmsNorm(big(rows, 7168), big(7168), big(rows, 7168)), limits)
+    call = RmsNorm(big(rows, 7168), big(7168), big(rows, 7168)).kernel_call(limits)
     return call, dict(call.source.defines)["PIPE_LOADING"]
 
 
@@ -66,7 +65,7 @@ def test_a_pipeline_has_as_many_blocks_as_its_turns_need_and_no_more_than_tiles(
     assert rms_norm_of(40, Limits(loading="PIPED"))[0].blocks(132) == 40
     gate_up, out = big(4096, 4096), big(4096, 2048)
     counted = Swiglu(gate_up, out, torch.zeros(9, dtype=torch.int32, device="meta"))
-    assert swiglu_call(counted, Limits(47)).blocks(47) == 47, "how many tiles there will be is not known"
+    assert counted.kernel_call(Limits(47)).blocks(47) == 47, "how many tiles there will be is not known"
 
 
 @pytest.mark.parametrize("rows", [400, 16384])
@@ -81,7 +80,7 @@ def backward_of(
 ) -> tuple[str, str, int, int]:
     """Loading, warps, blocks and rows of partial sums."""
     x, vector = big(rows, hidden, dtype=dtype), big(hidden, dtype=dtype)
-    calls = backward_calls(RmsNormBackward(x, x, vector, x, vector, d_total=x if add else None), limits)
+    calls = RmsNormBackward(x, x, vector, x, vector, d_total=x if add else None).kernel_calls(limits)
     defines = dict(calls.gradients.source.defines)
     blocks = calls.gradients.blocks(limits.sms or 0)
     return defines["PIPE_LOADING"], defines["PIPE_WARPS"], blocks, calls.partials.shape[1]
@@ -107,7 +106,7 @@ def test_gradients_of_more_or_longer_rows_and_those_with_stages_use_the_pipeline
 def test_blocks_of_few_rows_with_a_bias_need_not_share_an_sm() -> None:
     def resident(rows: int, bias: torch.Tensor | None) -> str:
         x, weight = big(rows, 7168), big(7168)
-        return dict(layer_norm_call(LayerNorm(x, weight, bias, x), Limits()).source.defines)["PIPE_RESIDENT"]
+        return dict(LayerNorm(x, weight, bias, x).kernel_call(Limits()).source.defines)["PIPE_RESIDENT"]
 
     found = [resident(rows, bias) for rows in (132, 133) for bias in (big(7168), None)]
     assert found == ["224", "896", "896", "896"]
@@ -115,18 +114,18 @@ def test_blocks_of_few_rows_with_a_bias_need_not_share_an_sm() -> None:
 
 def test_rows_that_a_count_bounds_take_blocks_for_the_gpu_and_not_for_the_rows() -> None:
     gate_up, out = big(1_000_000, 4096), big(1_000_000, 2048)
-    counted = swiglu_call(Swiglu(gate_up, out, torch.zeros(9, dtype=torch.int32, device="meta")), Limits())
+    counted = Swiglu(gate_up, out, torch.zeros(9, dtype=torch.int32, device="meta")).kernel_call(Limits())
     assert counted.blocks(132) == 132 * 12
-    assert swiglu_call(Swiglu(gate_up, out), Limits()).blocks(132) == 2_000_000
+    assert Swiglu(gate_up, out).kernel_call(Limits()).blocks(132) == 2_000_000
 
 
 def test_the_memory_of_a_backward_has_a_row_for_each_group() -> None:
     x, vector = big(4096, 7168), big(7168)
-    calls = backward_calls(RmsNormBackward(x, x, vector, x, vector), Limits(48))
+    calls = RmsNormBackward(x, x, vector, x, vector).kernel_calls(Limits(48))
     groups = int(dict(calls.gradients.source.defines)["PIPE_GROUPS"])
     assert tuple(calls.partials.shape) == (1, calls.gradients.blocks(48) * groups, 7168)
     with pytest.raises(ConfigError, match="number of SMs"):
-        backward_calls(RmsNormBackward(x, x, vector, x, vector), Limits())
+        RmsNormBackward(x, x, vector, x, vector).kernel_calls(Limits())
 
 
 @pytest.mark.parametrize("inputs", [1, 2, 3])

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from raymoe.rows import pipe_shape
-from raymoe.rows.pipe import LayerNorm, RmsNorm, layer_norm_call, rms_norm_call
+from raymoe.rows.norm_kernels import LayerNorm, RmsNorm
 from raymoe.rows.pipe_shape import Limits
 from tests.unit.rows.emulated_pipe import Strided, close, filled, judge_fp8, run_call, scales_for, tensors_of
 
@@ -104,7 +104,7 @@ def run_rms_norm(case: NormCase, monkeypatch: pytest.MonkeyPatch, seed: int = 0,
     if case.add:
         asked = replace(asked, residual=residual.matrix, residual_out=added.matrix)
     before = x.matrix.clone()
-    run_call(rms_norm_call(asked, case.limits), tensors_of(asked), seed=seed, changes=changes)
+    run_call(asked.kernel_call(case.limits), tensors_of(asked), seed=seed, changes=changes)
     h = (x.matrix.float() + residual.matrix.float()).to(case.dtype) if case.add else x.matrix
     wide = h.double()
     want = wide / (wide.square().mean(1, keepdim=True) + 1e-3).sqrt() * weight.double()
@@ -146,7 +146,7 @@ def test_layer_norm_equals_float64(case: NormCase, with_bias: bool, monkeypatch:
     out = Strided.empty(case.rows, case.hidden, torch.float8_e4m3fn if case.fp8 else case.dtype, case.gap)
     scales = scales_for(case.rows, case.hidden, case.fp8) if case.fp8 else None
     asked = LayerNorm(x.matrix, weight, bias if with_bias else None, out.matrix, 1e-3, scales)
-    run_call(layer_norm_call(asked, case.limits), tensors_of(asked))
+    run_call(asked.kernel_call(case.limits), tensors_of(asked))
     wide = x.matrix.double()
     normed = (wide - wide.mean(1, keepdim=True)) / (wide.var(1, keepdim=True, correction=0) + 1e-3).sqrt()
     want = normed * weight.double() + (bias.double() if with_bias else 0)
@@ -170,7 +170,7 @@ def test_blocks_of_zeros_tiny_and_infinite_values_have_finite_scales() -> None:
     x[2, :4], x[2, 200] = 1e-38, 1.0
     values, scales = torch.empty(3, 384, dtype=torch.float8_e4m3fn), torch.empty(3, 3)
     asked = RmsNorm(x, torch.ones(384), values, 1.0, scales)
-    run_call(rms_norm_call(asked, Limits()), tensors_of(asked))
+    run_call(asked.kernel_call(Limits()), tensors_of(asked))
     assert bool(scales.isfinite().all()) and bool((scales > 0).all())
     assert scales[0].tolist() == [1.0, float(torch.finfo(F32).tiny), 1.0]
     assert bool((values[0].float() == 0).all()) and bool(values[2].float().isfinite().all())

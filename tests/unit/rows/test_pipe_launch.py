@@ -12,10 +12,9 @@ import pytest
 import torch
 
 from raymoe.errors import ConfigError
-from raymoe.rows import pipe_launch, tile_counters
-from raymoe.rows.pipe import RmsNorm, rms_norm, rms_norm_call
-from raymoe.rows.pipe_backward import RmsNormBackward, rms_norm_backward
-from raymoe.rows.pipe_launch import KernelCall
+from raymoe.rows import launch, tile_counters
+from raymoe.rows.launch import KernelCall
+from raymoe.rows.norm_kernels import RmsNorm, RmsNormBackward
 from raymoe.rows.pipe_shape import Limits
 from tests.unit.rows.rows_driver import Counters, Enqueued, RowsDriver
 
@@ -32,13 +31,13 @@ def norm(rows: int) -> RmsNorm:
 
 
 def norm_call(rows: int, sms: int | None = None) -> KernelCall:
-    return rms_norm_call(norm(rows), Limits(sms))
+    return norm(rows).kernel_call(Limits(sms))
 
 
 def test_each_launch_gets_the_parameters_of_its_call(driver: RowsDriver) -> None:
     first, second = norm(300), norm(300)
     for call in (first, second, first):
-        rms_norm(call)
+        call.launch()
         driver.stream += 1
     assert [each.field("inputs[0].at") for each in driver.enqueued] == [
         first.x.data_ptr(),
@@ -52,7 +51,7 @@ def test_each_launch_gets_the_parameters_of_its_call(driver: RowsDriver) -> None
 def test_a_kernel_has_one_launch_for_all_numbers_of_rows(driver: RowsDriver) -> None:
     x, weight, out = torch.zeros(3000, 1024), torch.zeros(1024), torch.zeros(3000, 1024)
     for rows in range(1, 3001):
-        rms_norm(RmsNorm(x[:rows], weight, out[:rows]))
+        RmsNorm(x[:rows], weight, out[:rows]).launch()
     assert len(driver.enqueued) == 3000
     assert len(driver.device.launches) == len(driver.loaded) < 10
     assert len({each.blocks for each in driver.enqueued}) > 1000
@@ -65,7 +64,7 @@ def test_memory_does_not_grow_with_numbers_of_rows(driver: RowsDriver) -> None:
 
     def run(counts: Sequence[int]) -> None:
         for rows in counts:
-            rms_norm(RmsNorm(x[:rows], weight, out[:rows]))
+            RmsNorm(x[:rows], weight, out[:rows]).launch()
             driver.enqueued.clear()
         gc.collect()
 
@@ -78,15 +77,15 @@ def test_memory_does_not_grow_with_numbers_of_rows(driver: RowsDriver) -> None:
 
 
 def test_prepared_launches_of_old_kinds_are_dropped(driver: RowsDriver, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(pipe_launch, "MOST_KINDS", 4)
+    monkeypatch.setattr(launch, "MOST_KINDS", 4)
     call = norm(300)
     for eps in range(1, 21):
         call.eps = float(eps)
-        rms_norm(call)
+        call.launch()
     assert len(driver.device._kinds) == 4 and len(driver.loaded) == 1 and len(driver.enqueued) == 20
     call.eps = 1.0
     driver.capturing = True  # a kind that is prepared again loads nothing
-    rms_norm(call)
+    call.launch()
     assert len({each.params for each in driver.enqueued}) == 20
 
 
@@ -97,7 +96,7 @@ def test_only_sums_after_another_kernel_begin_early(driver: RowsDriver, order: t
     def backward(rows: int) -> list[tuple[str, bool]]:
         x, weight = torch.zeros(rows, 64), torch.zeros(64)
         call = RmsNormBackward(x, x, weight, torch.zeros(rows, 64), torch.zeros(64))
-        return [(each.source.stem, each.early) for each in driver.launches_of(lambda: rms_norm_backward(call))]
+        return [(each.source.stem, each.early) for each in driver.launches_of(lambda: call.launch())]
 
     found = {rows: [backward(rows), backward(rows)] for rows in order}
     assert found == {
@@ -109,12 +108,12 @@ def test_only_sums_after_another_kernel_begin_early(driver: RowsDriver, order: t
 def test_threads_that_share_a_launch_get_their_own_parameters(driver: RowsDriver) -> None:
     """The driver releases the interpreter's lock before it copies the parameters."""
     calls = [norm(300) for _ in range(8)]
-    rms_norm(calls[0])
+    calls[0].launch()
     driver.enqueued.clear()
     driver.during_launch = lambda: threading.Event().wait(0.0005)
     with ThreadPoolExecutor(8) as pool:
         for _ in range(5):
-            list(pool.map(rms_norm, calls))
+            list(pool.map(RmsNorm.launch, calls))
     written = [(each.field("inputs[0].at"), each.field("outputs[0].at")) for each in driver.enqueued]
     assert sorted(written) == sorted([(each.x.data_ptr(), each.out.data_ptr()) for each in calls] * 5)
 
@@ -123,7 +122,7 @@ def test_blocks_fill_the_gpu_or_the_sms_that_are_asked(driver: RowsDriver, monke
     Counters(monkeypatch, driver)
     for _ in range(2):  # anew, and prepared
         for rows, sms in ((1000, None), (100_000, None), (100_000, 48), (300, 48)):
-            rms_norm(norm(rows), Limits(sms))
+            norm(rows).launch(Limits(sms))
         # 1000 rows are 32 tiles of 32 rows, 300 are 10. On the whole GPU many rows go without a pipeline, 4 in a block.
         assert [each.blocks for each in driver.enqueued] == [32, 25_000, 48, 10]
         driver.enqueued.clear()
@@ -132,26 +131,26 @@ def test_blocks_fill_the_gpu_or_the_sms_that_are_asked(driver: RowsDriver, monke
 def test_a_first_call_inside_a_capture_is_refused(driver: RowsDriver) -> None:
     driver.capturing = True
     with pytest.raises(ConfigError, match="call it once before the capture"):
-        rms_norm(norm(300))
+        norm(300).launch()
     driver.capturing = False
-    rms_norm(norm(300))
+    norm(300).launch()
     driver.capturing = True
-    rms_norm(norm(300))
-    rms_norm(norm(290))
+    norm(300).launch()
+    norm(290).launch()
     assert len(driver.enqueued) == 3
 
 
 def counters_of(driver: RowsDriver) -> Callable[..., list[int]]:
     """A function that launches on a stream, and gives the addresses of the counters."""
     call = norm(100_000)
-    assert rms_norm_call(call, Limits(48)).dynamic
+    assert call.kernel_call(Limits(48)).dynamic
 
     def counters(stream: int, launches: int, captured: bool = False) -> list[int]:
         driver.capturing, driver.stream = captured, stream
 
         def launch() -> None:
             for _ in range(launches):
-                rms_norm(call, Limits(48))
+                call.launch(Limits(48))
 
         return [each.field("work.taken") for each in driver.launches_of(launch)]
 
@@ -201,12 +200,12 @@ def test_blocks_without_stages_and_few_rows_take_no_counter(
     monkeypatch.setattr(tile_counters, "call", lambda *_: pytest.fail("counters were allocated"))
     for rows, sms in ((100_000, None), (1000, 48)):
         assert not norm_call(rows, sms).dynamic
-        rms_norm(norm(rows), Limits(sms))
+        norm(rows).launch(Limits(sms))
     assert [each.field("work.taken") for each in driver.enqueued] == [0, 0]
 
 
 def test_no_rows_are_no_launch_and_load_no_kernel(driver: RowsDriver) -> None:
-    rms_norm(norm(0))
+    norm(0).launch()
     assert driver.enqueued == [] == driver.loaded
 
 

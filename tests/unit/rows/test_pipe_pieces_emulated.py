@@ -10,17 +10,9 @@ import torch
 
 from raymoe.errors import ConfigError
 from raymoe.rows import pipe_shape
+from raymoe.rows.elementwise_kernels import Pointwise, Swiglu, SwigluBackward, new_piece_sums
 from raymoe.rows.expression import parse
 from raymoe.rows.operators import code, evaluate
-from raymoe.rows.pipe_pieces import (
-    Pointwise,
-    Swiglu,
-    SwigluBackward,
-    new_piece_sums,
-    pointwise_call,
-    swiglu_backward_call,
-    swiglu_call,
-)
 from raymoe.rows.pipe_shape import Limits
 from tests.emulator.build import Change
 from tests.emulator.machine import EmulatorError
@@ -84,7 +76,7 @@ def test_swiglu_equals_float64(case: Case) -> None:
     out = Strided.empty(case.rows, case.ffn, torch.float8_e4m3fn if case.fp8 else case.dtype, case.gap)
     scales = scales_for(case.rows, case.ffn, case.fp8) if case.fp8 else None
     asked = Swiglu(gate_up.matrix, out.matrix, offsets_of(case.end), scales)
-    run_call(swiglu_call(asked, case.limits), tensors_of(asked))
+    run_call(asked.kernel_call(case.limits), tensors_of(asked))
     there = case.rows if case.end is None else min(max(case.end, 0), case.rows)
     gate, up = gate_up.matrix[:there].double().chunk(2, dim=1)
     want = gate / (1 + (-gate).exp()) * up
@@ -112,7 +104,7 @@ def judge_gradient(case: Case) -> None:
     gate_up, dy = filled(case.rows, 2 * case.ffn, case.dtype, case.gap), filled(case.rows, case.ffn, case.dtype, seed=4)
     out = Strided.empty(case.rows, 2 * case.ffn, case.dtype)
     asked = SwigluBackward(dy.matrix, gate_up.matrix, out.matrix, offsets_of(case.end))
-    run_call(swiglu_backward_call(asked, case.limits), tensors_of(asked))
+    run_call(asked.kernel_call(case.limits), tensors_of(asked))
     there = case.rows if case.end is None else min(max(case.end, 0), case.rows)
     wide = gate_up.matrix[:there].double().requires_grad_()
     gate, up = wide.chunk(2, dim=1)
@@ -138,7 +130,7 @@ def test_weighted_swiglu_equals_float64(name: str) -> None:
     gate_up, out = filled(case.rows, 2 * case.ffn, case.dtype, case.gap), Strided.empty(case.rows, case.ffn, case.dtype)
     weights = weights_of(case.rows)
     asked = Swiglu(gate_up.matrix, out.matrix, offsets_of(case.end), weights=weights)
-    run_call(swiglu_call(asked, case.limits), tensors_of(asked))
+    run_call(asked.kernel_call(case.limits), tensors_of(asked))
     there = case.rows if case.end is None else min(max(case.end, 0), case.rows)
     gate, up = gate_up.matrix[:there].double().chunk(2, dim=1)
     close(out.matrix[:there], torch.nn.functional.silu(gate) * up * weights[:there, None].double())
@@ -160,7 +152,7 @@ def judge_weighted_gradients(case: Case, seed: int = 0, changes: tuple[Change, .
     )
     sums = new_piece_sums(gate_up.matrix, offsets, case.limits).fill_(torch.nan)
     asked = SwigluBackward(dy.matrix, gate_up.matrix, out.matrix, offsets, weights, sums)
-    run_call(swiglu_backward_call(asked, case.limits), tensors_of(asked), seed=seed, changes=changes)
+    run_call(asked.kernel_call(case.limits), tensors_of(asked), seed=seed, changes=changes)
     there = case.rows if case.end is None else min(max(case.end, 0), case.rows)
     wide, share = (each[:there].double().requires_grad_() for each in (gate_up.matrix, weights))
     gate, up = wide.chunk(2, dim=1)
@@ -214,13 +206,13 @@ def test_weights_that_the_kernels_cannot_take_are_refused() -> None:
     gate_up, out, weights = torch.zeros(3, 32), torch.zeros(3, 16), torch.zeros(3)
     fp8, scales = torch.zeros(3, 16).to(torch.float8_e4m3fn), torch.zeros(3, 1)
     with pytest.raises(ConfigError, match="8-bit floats; leave out the weights or the scales"):
-        swiglu_call(Swiglu(gate_up, fp8, None, scales, weights), PIPED)
+        Swiglu(gate_up, fp8, None, scales, weights).kernel_call(PIPED)
     with pytest.raises(ConfigError, match=r"weights are torch.float32 \(2,\); 3 contiguous numbers"):
-        swiglu_call(Swiglu(gate_up, out, weights=weights[:2]), PIPED)
+        Swiglu(gate_up, out, weights=weights[:2]).kernel_call(PIPED)
     with pytest.raises(ConfigError, match="needs both the weights and memory"):
-        swiglu_backward_call(SwigluBackward(out, gate_up, gate_up, weights=weights), PIPED)
+        SwigluBackward(out, gate_up, gate_up, weights=weights).kernel_call(PIPED)
     with pytest.raises(ConfigError, match="piece_sums are"):
-        swiglu_backward_call(SwigluBackward(out, gate_up, gate_up, None, weights, torch.zeros(2, 3)), PIPED)
+        SwigluBackward(out, gate_up, gate_up, None, weights, torch.zeros(2, 3)).kernel_call(PIPED)
 
 
 SILU = "([&] { const float t1 = silu(v0); return t1 * v1 + v2; }())"
@@ -233,7 +225,7 @@ def test_an_expression_of_rows_and_vectors_equals_float64(dtype: torch.dtype, li
     a, row = filled(7, 520, dtype, gap=8), filled(1, 520, dtype, seed=1).matrix[0]
     column, out = filled(7, 1, dtype, seed=2).matrix, Strided.empty(7, 520, dtype)
     asked = Pointwise(SILU, [a.matrix, row, column], out.matrix)
-    run_call(pointwise_call(asked, limits), tensors_of(asked))
+    run_call(asked.kernel_call(limits), tensors_of(asked))
     wide = a.matrix.double()
     close(out.matrix, wide / (1 + (-wide).exp()) * row.double() + column.double(), size=1)
 
@@ -251,7 +243,7 @@ def test_a_function_of_an_expression_is_right_at_every_size(name: str, dtype: to
     a = values.repeat(3, 1).to(dtype)
     out = torch.zeros_like(a)
     asked = Pointwise(code(parse(f"{name}(a)")), [a], out)
-    run_call(pointwise_call(asked, Limits(loading="PLAIN")), tensors_of(asked))
+    run_call(asked.kernel_call(Limits(loading="PLAIN")), tensors_of(asked))
     want = evaluate(parse(f"{name}(a)"), {"a": a.double()}).to(dtype).double()
     found = out.double()
     assert torch.equal(found.isnan(), want.isnan()) and torch.equal(found.isinf(), want.isinf())
@@ -263,7 +255,7 @@ def test_an_expression_takes_nine_rows() -> None:
     inputs = [filled(3, 72, F32, seed=each).matrix for each in range(9)]
     out = Strided.empty(3, 72, F32)
     asked = Pointwise("v0 - v1 + v2 - v3 + v4 - v5 + v6 - v7 * v8", inputs, out.matrix)
-    run_call(pointwise_call(asked, PIPED), tensors_of(asked))
+    run_call(asked.kernel_call(PIPED), tensors_of(asked))
     a, b, c, d, e, f, g, h, i = (each.double() for each in inputs)
     close(out.matrix, a - b + c - d + e - f + g - h * i, size=10)
 
@@ -274,17 +266,17 @@ def test_an_expression_takes_nine_rows() -> None:
 )
 def test_inputs_of_a_wrong_shape_are_refused(shape: tuple[int, ...], says: str) -> None:
     with pytest.raises(ConfigError, match=says):
-        pointwise_call(Pointwise("v0", [torch.zeros(shape)], torch.zeros(7, 520)), PIPED)
+        Pointwise("v0", [torch.zeros(shape)], torch.zeros(7, 520)).kernel_call(PIPED)
 
 
 def test_tensors_that_kernels_cannot_take_are_refused() -> None:
     with pytest.raises(ConfigError, match="multiples of 8"):
-        swiglu_call(Swiglu(torch.zeros(3, 24), torch.zeros(3, 12)), PIPED)
+        Swiglu(torch.zeros(3, 24), torch.zeros(3, 12)).kernel_call(PIPED)
     with pytest.raises(ConfigError, match="an up of equal size"):
-        swiglu_call(Swiglu(torch.zeros(3, 25), torch.zeros(3, 12)), PIPED)
+        Swiglu(torch.zeros(3, 25), torch.zeros(3, 12)).kernel_call(PIPED)
     with pytest.raises(ConfigError, match="must have one dtype"):
-        swiglu_call(Swiglu(torch.zeros(3, 32), torch.zeros(3, 16, dtype=BF16)), PIPED)
+        Swiglu(torch.zeros(3, 32), torch.zeros(3, 16, dtype=BF16)).kernel_call(PIPED)
     with pytest.raises(ConfigError, match="multiples of 16"):
-        swiglu_call(Swiglu(torch.zeros(3, 33)[:, 1:], torch.zeros(3, 16)), PIPED)
+        Swiglu(torch.zeros(3, 33)[:, 1:], torch.zeros(3, 16)).kernel_call(PIPED)
     with pytest.raises(ConfigError, match="int32"):
-        swiglu_call(Swiglu(torch.zeros(3, 32), torch.zeros(3, 16), torch.zeros(3)), PIPED)
+        Swiglu(torch.zeros(3, 32), torch.zeros(3, 16), torch.zeros(3)).kernel_call(PIPED)

@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 
 import raymoe
 from raymoe.errors import ConfigError
-from raymoe.rows import kernels
 from raymoe.rows.elementwise import add
+from raymoe.rows.elementwise_kernels import adds
 from raymoe.rows.expression import FUNCTIONS, MOST_CHARACTERS, MOST_DEPTH, MOST_INPUTS, parse
 from raymoe.rows.operators import OUTGOING, code, evaluate, gradients
 from tests.emulator.build import compiler
@@ -314,12 +314,12 @@ def test_added_terms_pass_opcheck_and_their_gradient_is_that_of_the_sum():
 
 @pytest.mark.parametrize("dtypes", [[torch.float32] * 3, [torch.float32, torch.float64, torch.float32]])
 def test_terms_that_the_kernel_does_not_take_are_added_by_torch(dtypes, monkeypatch):
-    monkeypatch.setattr(kernels, "takes", lambda _: True)
+    monkeypatch.setattr("raymoe.rows.launch.takes", lambda _: True)
     terms = [torch.rand(3, 12, dtype=dtype) for dtype in dtypes]
     assert torch.equal(add(*terms), terms[0] + terms[1] + terms[2])
     assert torch.equal(torch.ops.raymoe.sum_terms(terms[:1] * 3), terms[0] * 3)  # 12 is no multiple of 8
-    assert not kernels.adds([torch.rand(3, 8)] * 9) and not kernels.adds([torch.rand(3, 32776)] * 3)
-    assert kernels.adds([torch.rand(3, 8)] * 8)
+    assert not adds([torch.rand(3, 8)] * 9) and not adds([torch.rand(3, 32776)] * 3)
+    assert adds([torch.rand(3, 8)] * 8)
 
 
 @pytest.mark.parametrize("names", ["aw", "wa"])

@@ -13,10 +13,12 @@ import torch
 
 from raymoe.cuda.launch import Shape
 from raymoe.errors import ConfigError
-from raymoe.moe import few_rows
-from raymoe.moe import router_launches as router
-from raymoe.rows import pipe, pipe_backward, pipe_pieces
-from raymoe.rows.pipe_launch import KernelCall
+from raymoe.moe.few_rows import FewRows
+from raymoe.moe.router_formulas import RouterForm
+from raymoe.moe.router_kernels import Route, RouteBackward, RouterSums, runs_of
+from raymoe.rows.elementwise_kernels import Pointwise, Swiglu, SwigluBackward, new_piece_sums
+from raymoe.rows.launch import KernelCall
+from raymoe.rows.norm_kernels import LayerNorm, LayerNormBackward, RmsNorm, RmsNormBackward
 from raymoe.rows.pipe_shape import (
     Limits,
     PipeShape,
@@ -76,60 +78,60 @@ Made = tuple[Callable[[], None], Sequence[KernelCall]]
 
 
 def rms_norm(draw: Draw) -> Made:
-    call = pipe.RmsNorm(draw.matrix(), draw.vector(), draw.matrix(gap=0), 1e-5)
-    return lambda: pipe.rms_norm(call, draw.limits), [pipe.rms_norm_call(call, draw.limits)]
+    call = RmsNorm(draw.matrix(), draw.vector(), draw.matrix(gap=0), 1e-5)
+    return lambda: call.launch(draw.limits), [call.kernel_call(draw.limits)]
 
 
 def add_rms_norm(draw: Draw) -> Made:
     added = None, draw.matrix(), draw.matrix(gap=0)
-    call = pipe.RmsNorm(draw.matrix(), draw.vector(), draw.matrix(gap=0), 1e-6, *added)
-    return lambda: pipe.rms_norm(call, draw.limits), [pipe.rms_norm_call(call, draw.limits)]
+    call = RmsNorm(draw.matrix(), draw.vector(), draw.matrix(gap=0), 1e-6, *added)
+    return lambda: call.launch(draw.limits), [call.kernel_call(draw.limits)]
 
 
 def rms_norm_fp8(draw: Draw) -> Made:
     values = draw.matrix(dtype=torch.float8_e4m3fn, gap=0)
     scales = draw.scales("column" if draw.more else "row")
-    call = pipe.RmsNorm(draw.matrix(), draw.vector(), values, 1e-6, scales)
-    return lambda: pipe.rms_norm(call, draw.limits), [pipe.rms_norm_call(call, draw.limits)]
+    call = RmsNorm(draw.matrix(), draw.vector(), values, 1e-6, scales)
+    return lambda: call.launch(draw.limits), [call.kernel_call(draw.limits)]
 
 
 def layer_norm(draw: Draw) -> Made:
-    call = pipe.LayerNorm(draw.matrix(), draw.vector(), draw.vector(), draw.matrix(gap=0), 1e-5)
-    return lambda: pipe.layer_norm(call, draw.limits), [pipe.layer_norm_call(call, draw.limits)]
+    call = LayerNorm(draw.matrix(), draw.vector(), draw.vector(), draw.matrix(gap=0), 1e-5)
+    return lambda: call.launch(draw.limits), [call.kernel_call(draw.limits)]
 
 
 def both(draw: Draw, call: Any) -> list[KernelCall]:
     limits = Limits(min(draw.limits.sms or 132, 132), draw.limits.stages, draw.limits.loading)
-    calls = pipe_backward.backward_calls(call, limits)
+    calls = call.kernel_calls(limits)
     return [calls.gradients, calls.sums]
 
 
 def rms_norm_backward(draw: Draw) -> Made:
     total = draw.matrix(gap=0) if draw.more else None
     given = draw.matrix(), draw.matrix(gap=0), draw.vector(), draw.matrix(gap=0), draw.vector()
-    call = pipe_backward.RmsNormBackward(*given, 1e-6, total)
-    return lambda: pipe_backward.rms_norm_backward(call, draw.limits), both(draw, call)
+    call = RmsNormBackward(*given, 1e-6, total)
+    return lambda: call.launch(draw.limits), both(draw, call)
 
 
 def layer_norm_backward(draw: Draw) -> Made:
     given = draw.matrix(gap=0), draw.matrix(), draw.vector(), draw.matrix(gap=0), draw.vector(), draw.vector()
-    call = pipe_backward.LayerNormBackward(*given, 1e-6)
-    return lambda: pipe_backward.layer_norm_backward(call, draw.limits), both(draw, call)
+    call = LayerNormBackward(*given, 1e-6)
+    return lambda: call.launch(draw.limits), both(draw, call)
 
 
 def swiglu(draw: Draw) -> Made:
     offsets = torch.zeros(draw.pick((2, 9)), dtype=torch.int32) if draw.more else None
     weights = torch.zeros(draw.rows) if draw.limits.sms else None
     out = draw.matrix(gap=0)
-    call = pipe_pieces.Swiglu(draw.matrix(2 * draw.hidden), out, offsets, None, weights)
-    return lambda: pipe_pieces.swiglu(call, draw.limits), [pipe_pieces.swiglu_call(call, draw.limits)]
+    call = Swiglu(draw.matrix(2 * draw.hidden), out, offsets, None, weights)
+    return lambda: call.launch(draw.limits), [call.kernel_call(draw.limits)]
 
 
 def swiglu_fp8(draw: Draw) -> Made:
     values = draw.matrix(dtype=torch.float8_e4m3fn, gap=0)
     scales = draw.scales("column" if draw.more else "row")
-    call = pipe_pieces.Swiglu(draw.matrix(2 * draw.hidden), values, None, scales)
-    return lambda: pipe_pieces.swiglu(call, draw.limits), [pipe_pieces.swiglu_call(call, draw.limits)]
+    call = Swiglu(draw.matrix(2 * draw.hidden), values, None, scales)
+    return lambda: call.launch(draw.limits), [call.kernel_call(draw.limits)]
 
 
 def swiglu_backward(draw: Draw) -> Made:
@@ -137,47 +139,47 @@ def swiglu_backward(draw: Draw) -> Made:
     gate_up, weights, sums = draw.matrix(2 * draw.hidden), None, None
     if draw.limits.sms:
         weights = torch.zeros(draw.rows)
-        sums = pipe_pieces.new_piece_sums(gate_up, offsets, draw.limits)
+        sums = new_piece_sums(gate_up, offsets, draw.limits)
     into = draw.matrix(2 * draw.hidden, gap=0)
-    call = pipe_pieces.SwigluBackward(draw.matrix(), gate_up, into, offsets, weights, sums)
-    return lambda: pipe_pieces.swiglu_backward(call, draw.limits), [pipe_pieces.swiglu_backward_call(call, draw.limits)]
+    call = SwigluBackward(draw.matrix(), gate_up, into, offsets, weights, sums)
+    return lambda: call.launch(draw.limits), [call.kernel_call(draw.limits)]
 
 
 def pointwise(draw: Draw) -> Made:
     column = draw.matrix(8, gap=0)[..., :1] if draw.limits.sms else draw.matrix(1, gap=0)
     column = column if column.is_contiguous() else column.reshape(-1, 1)
     inputs = [draw.matrix(), draw.vector(), draw.matrix(gap=0), column][: draw.pick((1, 4))]
-    call = pipe_pieces.Pointwise(f"of {len(inputs)}", inputs, draw.matrix(gap=0))
-    return lambda: pipe_pieces.pointwise(call, draw.limits), [pipe_pieces.pointwise_call(call, draw.limits)]
+    call = Pointwise(f"of {len(inputs)}", inputs, draw.matrix(gap=0))
+    return lambda: call.launch(draw.limits), [call.kernel_call(draw.limits)]
 
 
 def route(draw: Draw) -> Made:
     bias = torch.zeros(64) if draw.more else None
-    choosing = router.Choosing(64, 4, "sigmoid", True, 8, 4)
+    form = RouterForm(64, 4, "sigmoid", scale=2.5, groups=8, topk_groups=4)
     results = torch.zeros(draw.rows, 4, dtype=torch.int64), torch.zeros(draw.rows, 4)
-    call = router.Route(choosing, torch.zeros(draw.rows, 64, dtype=draw.dtype), bias, *results, 2.5)
-    return lambda: router.route(call), [router.route_call(call)]
+    kernel = Route(form, torch.zeros(draw.rows, 64, dtype=draw.dtype), bias, *results)
+    return kernel.launch, [kernel.kernel_call()]
 
 
 def route_backward(draw: Draw) -> Made:
     given = torch.zeros(draw.rows, 64, dtype=draw.dtype), torch.zeros(draw.rows, 4, dtype=torch.int64)
-    choosing, dweights = router.Choosing(64, 4, "softmax", draw.more, 1, 1), torch.zeros(draw.rows, 4)
-    call = router.RouteBackward(choosing, dweights, *given, torch.zeros(draw.rows, 64, dtype=draw.dtype), 2.5)
-    return lambda: router.route_backward(call), [router.route_backward_call(call)]
+    form, dweights = RouterForm(64, 4, normalise=draw.more, scale=2.5), torch.zeros(draw.rows, 4)
+    kernel = RouteBackward(form, dweights, *given, torch.zeros(draw.rows, 64, dtype=draw.dtype))
+    return kernel.launch, [kernel.kernel_call()]
 
 
 def router_sums(draw: Draw) -> Made:
-    runs, _ = router.runs_of(draw.rows)
+    runs, _ = runs_of(draw.rows)
     given = torch.zeros(draw.rows, 64, dtype=draw.dtype), torch.zeros(draw.rows, 4, dtype=torch.int64)
-    call = router.RouterSums(draw.more, *given, torch.zeros(runs, 64), torch.zeros(runs, 64, dtype=torch.int32))
-    return lambda: router.router_sums(call), [router.sums_call(call)]
+    kernel = RouterSums(draw.more, *given, torch.zeros(runs, 64), torch.zeros(runs, 64, dtype=torch.int32))
+    return kernel.launch, [kernel.kernel_call()]
 
 
 def few(draw: Draw) -> Made:
     x, weight = torch.zeros(draw.rows, 64, dtype=BF16), torch.zeros(4, 32, 64, dtype=BF16)
     numbers = torch.zeros(5, dtype=torch.int32), torch.zeros(4, dtype=torch.int32)
-    call = few_rows.FewRows(x, weight, *numbers, torch.zeros(draw.rows, 16, dtype=BF16), gated=True)
-    return lambda: few_rows.few_rows(call), [few_rows.few_rows_call(call)]
+    kernel = FewRows(x, weight, *numbers, torch.zeros(draw.rows, 16, dtype=BF16), gated=True)
+    return kernel.launch, [kernel.kernel_call()]
 
 
 FUNCTIONS: list[Callable[[Draw], Made]] = [
@@ -239,20 +241,20 @@ def test_a_second_call_of_a_kind_computes_nothing_anew(driver: RowsDriver, monke
 
 def test_tensors_of_another_kind_are_checked(driver: RowsDriver) -> None:
     x, weight, out = torch.zeros(40, 64), torch.zeros(64), torch.zeros(40, 64)
-    pipe.rms_norm(pipe.RmsNorm(x, weight, out))
+    RmsNorm(x, weight, out).launch()
     flat = torch.zeros(40 * 64 + 1)
     for wrong in (
-        pipe.RmsNorm(flat[1:].view(40, 64), weight, out),
-        pipe.RmsNorm(x, torch.zeros(65)[1:], out),
-        pipe.RmsNorm(x, torch.zeros(128)[::2], out),
-        pipe.RmsNorm(x, weight, torch.zeros(39, 64)),
-        pipe.RmsNorm(x, weight, torch.zeros(64, 40).T),
-        pipe.RmsNorm(torch.zeros(40, 66)[:, :64], weight, out),
-        pipe.RmsNorm(x, weight, out.half()),
-        pipe.RmsNorm(x, weight, out, residual=x),
+        RmsNorm(flat[1:].view(40, 64), weight, out),
+        RmsNorm(x, torch.zeros(65)[1:], out),
+        RmsNorm(x, torch.zeros(128)[::2], out),
+        RmsNorm(x, weight, torch.zeros(39, 64)),
+        RmsNorm(x, weight, torch.zeros(64, 40).T),
+        RmsNorm(torch.zeros(40, 66)[:, :64], weight, out),
+        RmsNorm(x, weight, out.half()),
+        RmsNorm(x, weight, out, residual=x),
     ):
         with pytest.raises(ConfigError):
-            pipe.rms_norm(wrong)
+            wrong.launch()
     assert len(driver.enqueued) == 1
 
 

@@ -16,9 +16,9 @@
 
 namespace raymoe {
 
-constexpr u32 ROWS_WARPS = 8, ROWS_THREADS = ROWS_WARPS * 32;  // WARPS of raymoe/moe/expert_rows_launches.py
+constexpr u32 ROWS_WARPS = 8, ROWS_THREADS = ROWS_WARPS * 32;  // WARPS of raymoe/moe/expert_kernels.py
 
-struct ExpertRows {
+struct ExpertLayout {
     const u8* expert_offsets;  // int32[experts + 1]: the first row of each expert
     const u8* expert_counts;   // int32[experts]: its rows
     u64 capacity;              // rows that fit into the memory
@@ -26,12 +26,12 @@ struct ExpertRows {
     u32 unused;
 };
 
-__device__ __forceinline__ u32 first_row_of(const ExpertRows& p, u32 expert) {
+__device__ __forceinline__ u32 first_row_of(const ExpertLayout& p, u32 expert) {
     return ptx::load_4(p.expert_offsets + expert * 4ull);
 }
 
 // The number of rows from the first one to the last offset.
-__device__ __forceinline__ u64 end_of_rows(const ExpertRows& p) {
+__device__ __forceinline__ u64 end_of_rows(const ExpertLayout& p) {
     return min(p.capacity, static_cast<u64>(first_row_of(p, p.experts)));
 }
 
@@ -42,7 +42,7 @@ struct Place {
 };
 
 // All threads of a warp call this, with a row before the last offset.
-__device__ __forceinline__ Place place_of(const ExpertRows& p, u64 row) {
+__device__ __forceinline__ Place place_of(const ExpertLayout& p, u64 row) {
     const u32 lane = threadIdx.x % 32;
     u32 expert = 0;  // the experts that end at this row or before
     for (u32 first = 0; first < p.experts; first += 32) {

@@ -7,11 +7,14 @@ kind: a call of it sets addresses and the number of rows, which takes a tenth of
 from __future__ import annotations
 
 import ctypes
+import functools
 import threading
 from bisect import bisect_right
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
+
+import torch
 
 from raymoe.cuda.current import capturing
 from raymoe.cuda.gpu import Gpu
@@ -27,6 +30,16 @@ MOST_TILES = 2**31
 MOST_KINDS = 512
 """Kinds of tensors whose prepared launches a GPU keeps; the oldest go first. Launches of another kind are prepared
 again, which loads no kernel."""
+
+
+def takes(x: torch.Tensor) -> bool:
+    """Whether kernels do the work on this tensor: on GPUs that have bulk copies."""
+    return x.is_cuda and _has_bulk_copies(x.get_device())
+
+
+@functools.cache
+def _has_bulk_copies(ordinal: int) -> bool:
+    return torch.cuda.get_device_capability(ordinal) >= LEAST_CAPABILITY
 
 
 @dataclass(frozen=True)
@@ -146,13 +159,10 @@ class RowsDevice:
     """The kernels of one GPU, and their launches: one for each kernel, and what is prepared for kinds of tensors."""
 
     def __init__(self, gpu: Gpu, kernels: Kernels) -> None:
-        import torch
-
         self.gpu, self._kernels = gpu, kernels
         self._device = torch.device("cuda", gpu.ordinal)
         # The driver's number of the current stream, without a stream object; torch's compiled code uses this too.
         self.current_stream: Any = torch._C._cuda_getCurrentRawStream
-        self.float32 = torch.float32
         self._lock = threading.Lock()
         self._functions: dict[KernelSource, Function] = {}
         self.launches: dict[tuple[KernelSource, bool], SizedLaunch] = {}
@@ -173,6 +183,12 @@ class RowsDevice:
                     del self._kinds[next(iter(self._kinds))]
                 known = self._kinds[kind] = _Kind(breaks)
             known.launches[bisect_right(breaks, rows)] = prepared
+
+    def prepare(self, kind: Hashable, rows: int, call: KernelCall, names: Sequence[str]) -> Prepared:
+        """Prepare a call on all SMs, and let `find` find it. `names`: the parameters that each launch sets."""
+        prepared = Prepared(self, call, None, names)
+        self.keep(kind, rows, call.breaks, prepared)
+        return prepared
 
     def run(self, call: KernelCall, sms: int | None) -> None:
         """Launch a call as it is. Nothing to do if there are no tiles."""
