@@ -1,4 +1,4 @@
-"""Timelines of operations: the times that kernels store, and how results, tables and plots show them."""
+"""Timelines of operations: the times that kernels store, and how results, tables and figures show them."""
 
 from __future__ import annotations
 
@@ -122,25 +122,25 @@ def test_two_runs_of_a_case_have_two_tables_and_an_unknown_point_is_shown():
     assert text.rstrip().splitlines()[-1].split() == ["weighed", "9.0", "9.1", "9.2", "-", "-"]
 
 
-@pytest.mark.thorough
 def test_each_operation_has_a_plot_with_a_panel_for_each_case(tmp_path):
     lines = [line for line in traced_exchange((1, 4096)) if line["timeline"]]
     for name in ("one", "two"):
         (tmp_path / name).mkdir()
         files = write_plots(tmp_path / name, lines)
     stems = ("dispatch-timeline", "combine-timeline")
-    assert [file.name for file in files[-4:]] == [f"{stem}.{kind}" for stem in stems for kind in ("png", "svg")]
+    assert {f"{stem}.svg" for stem in stems} <= {file.name for file in files}
     for stem in stems:
         first, second = ((tmp_path / name / "plots" / f"{stem}.svg").read_bytes() for name in ("one", "two"))
         assert first == second
     dispatch, combine = ((tmp_path / "one" / "plots" / f"{stem}.svg").read_text() for stem in stems)
-    for words in ("1 token", "4096 tokens", "504 µs", "first push", "all awaited", "senders", "routers", "placers"):
-        assert f"<!-- {words} -->" in dispatch, words
-    assert "<!-- reducers -->" in combine and "<!-- told -->" not in combine
+    for words in ("1 token: 7.40 µs", "4096 tokens: 504 µs", "first push", "all awaited", "senders", "routers"):
+        assert f">{words}<" in dispatch, words
+    assert "µs after the start" in dispatch and ">placers<" in dispatch
+    assert ">reducers<" in combine and ">told<" not in combine
 
 
 def test_an_unknown_point_is_drawn_too(tmp_path):
     line = traced_exchange((8,))[0]
     line["timeline"] = [*line["timeline"], ["weighed", 9.0, 9.1, 9.2]]
     write_plots(tmp_path, [line])
-    assert "<!-- weighed -->" in (tmp_path / "plots" / "dispatch-timeline.svg").read_text()
+    assert ">weighed<" in (tmp_path / "plots" / "dispatch-timeline.svg").read_text()
