@@ -13,7 +13,6 @@ from raymoe.report.columns import Column
 from raymoe.report.copies import how_measured, ranks_on, three_digits
 from raymoe.report.results import Line
 from raymoe.report.svg import (
-    SWATCH,
     BarChart,
     Chart,
     Curve,
@@ -95,12 +94,12 @@ def _cell(point: Point | None) -> str:
 
 def figure_body(figure: Figure) -> str:
     """Make the HTML of the pictures and their legend, without anything from outside that is not escaped."""
-    entries = "".join(
-        f'<li><svg class="swatch" viewBox="0 0 {SWATCH[0]} {SWATCH[1]}">{swatch(entry)}</svg>'
-        f"{safe(entry_text(entry))}</li>"
-        for entry in figure.legend
-    )
-    legend = f'<ul class="legend">{entries}</ul>' if entries else ""
+    entries = []
+    for entry in figure.legend:
+        sample = swatch(entry)
+        picture = f'<svg class="swatch" viewBox="0 0 {sample.width} {sample.height}">{sample.elements}</svg>'
+        entries.append(f"<li>{picture}{safe(entry_text(entry))}</li>")
+    legend = f'<ul class="legend">{"".join(entries)}</ul>' if entries else ""
     if len(figure.panels) == 1 and not figure.panels[0].title:
         return legend + picture_html(figure.panels[0].picture)
     panels = (
@@ -129,7 +128,7 @@ HEAT_SCALE = 1.25
 
 MARGIN, GAP = 20, 28
 LEAST_WIDTH = 560
-TITLE, TEXT = 15, 11.5
+TITLE, TEXT = 15, 11
 """Sizes of fonts."""
 
 
@@ -189,12 +188,12 @@ def _add_legend(parts: list[str], entries: Sequence[Curve | Key], width: float, 
     """Add the rows of a legend from `y` on, and return where they end."""
     x = float(MARGIN)
     for entry in entries:
-        text = entry_text(entry)
-        wide = SWATCH[0] + 6 + width_of(text) + 14
+        text, sample = entry_text(entry), swatch(entry)
+        wide = sample.width + 6 + width_of(text) + 14
         if x > MARGIN and x + wide > width - MARGIN:
             x, y = float(MARGIN), y + 18
-        parts.append(f'<g transform="translate({x:g} {y:g})">{swatch(entry)}')
-        parts.append(f'<text x="{SWATCH[0] + 6}" y="10">{safe(text)}</text></g>')
+        parts.append(f'<g transform="translate({x:g} {y:g})">{sample.elements}')
+        parts.append(f'<text x="{sample.width + 6}" y="10">{safe(text)}</text></g>')
         x += wide
     return y + 26 if entries else y
 

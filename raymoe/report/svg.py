@@ -206,16 +206,13 @@ class Key:
     colour: str
 
 
-SWATCH = 26, 12
-"""Width and height of the sample beside an entry of a legend."""
-
-
-def swatch(entry: Curve | Key) -> str:
+def swatch(entry: Curve | Key) -> Drawing:
     """Draw the sample beside an entry of a legend."""
     if isinstance(entry, Key):
-        return f'<rect class="{entry.colour}" x="13" width="13" height="12" rx="2"/>'
+        return Drawing(12, 12, f'<rect class="{entry.colour}" width="12" height="12" rx="2"/>')
     line = '<path class="line" d="M1 6h24"/>'
-    return f'<g class="{entry.colour}{entry.dash}">{line}<g class="mark">{mark(entry.style, 13, 6)}</g></g>'
+    sample = f'{line}<g class="mark">{mark(entry.style, 13, 6)}</g>'
+    return Drawing(26, 12, f'<g class="{entry.colour}{entry.dash}">{sample}</g>')
 
 
 def entry_text(entry: Curve | Key) -> str:
@@ -399,7 +396,8 @@ def bar(row: Bar, chart: BarChart, width: float, height: float) -> str:
     parts = []
     for part in row.segments:
         x, end = sorted((chart.at(part.begin, width), chart.at(part.end, width)))
-        least = 0.003 * width
+        least = (0.02 if chart.tight else 0.003) * width
+        x = min(x, width - least)
         rect = f'<rect class="{part.colour}" x="{x}" y="1" width="{max(end - x, least):.2f}" height="{height - 2:g}"'
         parts.append(f"{rect}><title>{safe(part.title)}</title></rect>" if part.title else f"{rect}/>")
     if row.whisker:
