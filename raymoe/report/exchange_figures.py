@@ -8,7 +8,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Mapping, Sequence
 
-from raymoe.exchange.peer.trace import POINTS
+from raymoe.exchange.peer.trace import COUNTING, FINAL, LOCAL, PLACEMENT, POINTS, SENDERS
 from raymoe.report.columns import BASELINE, EXCHANGES, Column, sends_dispatch_rows, show
 from raymoe.report.copies import gbps, integer, link_of, measured_link_gbps, ranks_on, three_digits, us
 from raymoe.report.figure import Figure, Panel, curve_columns, how_and_where
@@ -285,7 +285,7 @@ def _least_us(line: Line) -> float:
 
 # Timelines, and overlap with a product.
 
-_BLOCKS = {"all": "c0", "routers": "c3", "senders": "c1", "reducers": "c1", "placers": "c2", "summers": "c2"}
+_BLOCKS = {"all": "c0", COUNTING: "c3", SENDERS: "c1", LOCAL: "c1", PLACEMENT: "c2", FINAL: "c2"}
 _OTHERS = "grey"
 
 
@@ -303,7 +303,7 @@ def timeline_figures(lines: Sequence[Line]) -> Iterator[Figure]:
             end = max(time.last for time in times)
             rows = []
             for time in times:
-                blocks = known[time.point].who if time.point in known else "others"
+                blocks = known[time.point].blocks if time.point in known else "others"
                 words = f"{time.first:.1f} to {time.last:.1f} µs, median {time.median:.1f}"
                 segment = BarSegment(time.first, time.last, _BLOCKS.get(blocks, _OTHERS), words)
                 rows.append(Bar(time.point, f"{time.last:.1f} µs", [segment], ticks=[time.median]))
@@ -316,7 +316,7 @@ def timeline_figures(lines: Sequence[Line]) -> Iterator[Figure]:
             Column(header, list(column), right=header.endswith("us"))
             for header, column in zip(headers, zip(*cells, strict=True), strict=True)
         ]
-        names = dict.fromkeys(point.who for point in known.values())
+        names = dict.fromkeys(point.blocks for point in known.values())
         yield Figure(
             f"{op}-timeline",
             f"Where the time of {op} goes",

@@ -421,7 +421,7 @@ def bar_list(chart: BarChart) -> str:
 
 def bar_chart(chart: BarChart) -> Drawing:
     """Draw the bars with an axis below them. Labels stand beside tight bars, and above others."""
-    left, right, height, whole = (108, 62, 17, 340) if chart.tight else (2, 12, 36, 640)
+    left, right, height, whole = (124, 60, 17, 350) if chart.tight else (2, 12, 36, 640)
     width, bar_height = whole - left - right, 12 if chart.tight else 13
     bottom = len(chart.rows) * height
     parts = []
