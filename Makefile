@@ -14,7 +14,7 @@ NEWEST := import sys; sys.exit(sys.version_info < (3, 11))
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help setup run test test-all check lint types unit durations perf soak faults faults-gpu soak-faults sanitize exchange-stamped exchange-full bench-exchange fmt hooks wheel clean distclean
+.PHONY: help setup run test test-all check lint types unit durations figures perf soak faults faults-gpu soak-faults sanitize exchange-stamped exchange-full bench-exchange fmt hooks wheel clean distclean
 
 help: ## list these targets
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):[^#]*## /  make \1\t/' | expand -t 24
@@ -59,6 +59,9 @@ durations: $(STAMP) ## time every test file of `make test` and `make test-all` (
 	PYTEST_ADDOPTS="-p tests.unit.house.durations" RAYMOE_DURATIONS=$(CURDIR)/benchmarks/test_durations.new $(MAKE) test-all
 	$(BIN)/python -m tests.unit.house.durations benchmarks/test_durations.new >benchmarks/test_durations_cpu.txt
 	rm benchmarks/test_durations.new
+
+figures: $(STAMP) ## draw the measured figures of docs/figures/ again, out of benchmarks/
+	$(BIN)/python -m tests.unit.docs.measured_figures
 
 perf: $(STAMP) ## check the speeds that the docs promise, as ratios (needs an idle machine)
 	$(BIN)/pytest -m perf tests/perf

@@ -312,8 +312,8 @@ def _draw(records: Sequence[Record]) -> None:
     from raymoe.report.plots import write_plots
 
     for record in records:
-        drawn = write_plots(record.path, record.lines)
-        nothing = f"nothing to draw in {record.path}: no copies, and no exchanges of GPU ranks over tokens or SMs"
+        drawn = write_plots(record.path, record.lines, record.config)
+        nothing = f"nothing to draw in {record.path}: no result has a time"
         print_result(printable(f"{len(drawn)} files in {drawn[0].parent}" if drawn else nothing) + "\n")
 
 

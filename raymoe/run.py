@@ -261,13 +261,13 @@ def _draw(directory: RunDirectory, progress: ProgressBar) -> None:
     """Write report.html, and plots/ where links were measured. Raises CannotWrite."""
     try:
         from raymoe.report.page import write_page
+        from raymoe.report.plots import write_plots
 
-        progress.note(f"the report is {write_page(directory.path, [Record.read(directory.path)])}")
-        if any(line["device"] != "cpu" or line["op"] == "copy" for line in directory.lines()):
-            from raymoe.report.plots import write_plots  # matplotlib takes half a second to load
-
-            if drawn := write_plots(directory.path, directory.lines()):
-                progress.note(f"plots go to {drawn[0].parent}")
+        record = Record.read(directory.path)
+        progress.note(f"the report is {write_page(directory.path, [record])}")
+        measured_links = any(line["device"] != "cpu" or line["op"] == "copy" for line in record.lines)
+        if measured_links and (drawn := write_plots(record.path, record.lines, record.config)):
+            progress.note(f"plots go to {drawn[0].parent}")
     except CannotWrite:
         raise
     except Exception as error:  # noqa: BLE001  (a bug of the report does not change how the run ended)

@@ -1,4 +1,4 @@
-"""Groups the lines of workload pointwise: each system's share of a copy, and curves over rows, SMs and stages."""
+"""Shows the lines of workload pointwise: curves over rows, SMs and stages, with their tables and figures."""
 
 from __future__ import annotations
 
@@ -6,7 +6,9 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from raymoe.report.columns import COPIES, Column, shares_of_copy, show
+from raymoe.report.figure import Figure, Panel, curve_columns, how_and_where
 from raymoe.report.results import Line
+from raymoe.report.svg import MOST_CURVES, Axis, Chart, Curve, Limit, Point
 
 POINTWISE, OURS, BASELINE = "pointwise", "raymoe", "in_turn"
 LEAST_POINTS = 2
@@ -103,15 +105,15 @@ def _limited(line: Line, limit: str) -> str:
 
 def _by_operation(lines: Sequence[Line]) -> dict[tuple[str, str], list[Line]]:
     """Group lines by operation, and by size and dtype where these differ."""
-    found: dict[tuple[str, str], list[Line]] = {}
+    by_operation: dict[tuple[str, str], list[Line]] = {}
     widths = {(line["op"], line["hidden"]) for line in lines}
     several_widths = len(widths) > len({op for op, _ in widths})
     several_dtypes = len({line["dtype"] for line in lines}) > 1
     for line in lines:
         words = [f"hidden {show('hidden', line['hidden'])}"] * several_widths
         words += [f"dtype {show('dtype', line['dtype'])}"] * several_dtypes
-        found.setdefault((str(line["op"]), ", ".join(words)), []).append(line)
-    return found
+        by_operation.setdefault((str(line["op"]), ", ".join(words)), []).append(line)
+    return by_operation
 
 
 def _named(line: Line, lines: Sequence[Line]) -> str:
@@ -121,16 +123,39 @@ def _named(line: Line, lines: Sequence[Line]) -> str:
 
 def _apart(line: Line, lines: Sequence[Line], label: str) -> str:
     """Put before a label the run, if there are several, and whether the line is captured, if that differs."""
-    if len({each["graph"] for each in lines}) > 1:
+    if len({other["graph"] for other in lines}) > 1:
         label = f"{'captured' if line['graph'] else 'eager'}: {label}"
-    return f"{line['run']}: {label}" if len({each["run"] for each in lines}) > 1 else label
+    return f"{line['run']}: {label}" if len({other["run"] for other in lines}) > 1 else label
 
 
 def _curves(lines: Sequence[Line], label: Callable[[Line], str], axis: str) -> dict[str, dict[int, Line]]:
-    found: dict[str, dict[int, Line]] = {}
+    curves: dict[str, dict[int, Line]] = {}
     for line in lines:
-        found.setdefault(label(line), {})[int(str(line[axis]))] = line
-    return found if any(len(points) >= LEAST_POINTS for points in found.values()) else {}
+        curves.setdefault(label(line), {})[int(str(line[axis]))] = line
+    return curves if any(len(points) >= LEAST_POINTS for points in curves.values()) else {}
+
+
+def bandwidth_figures(lines: Sequence[Line]) -> Iterator[Figure]:
+    """Draw the bandwidth of each operation over rows, over SMs and over stages. Copies are dashed."""
+    for bandwidth in bandwidth_curves(lines):
+        curves = [
+            Curve(label, [Point(x, rate(points[x])) for x in sorted(points)], index, dashed=is_copy(label))
+            for index, (label, points) in enumerate(bandwidth.curves.items())
+        ]
+        limits = []
+        if bandwidth.limit:
+            most = rate(bandwidth.limit)
+            limits.append(Limit(most, f"{most:,.0f} GB/s, a copy of as many bytes"))
+        x = Axis(bandwidth.label, log=True, write=lambda value: f"{value:.0f}")
+        chart = Chart(bandwidth.title, x, Axis("GB/s, read and written"), curves[:MOST_CURVES], limits)
+        yield Figure(
+            bandwidth.stem,
+            bandwidth.title,
+            how_and_where(bandwidth.lines),
+            [Panel(chart)],
+            curve_columns(bandwidth.label, str, **{"GB/s": curves}),
+            curves[:MOST_CURVES],
+        )
 
 
 # Tables: systems side by side over rows, and raymoe's kernel over SMs and stages.
@@ -139,18 +164,18 @@ def _curves(lines: Sequence[Line], label: Callable[[Line], str], axis: str) -> d
 def bandwidth_tables(lines: Sequence[Line]) -> Iterator[tuple[str, list[Column]]]:
     """Make a table for each set of curves. A cell is `us (GB/s, share of the copy)`."""
     shares = {id(line): share for line, share in zip(lines, shares_of_copy(lines), strict=True)}
-    for found in bandwidth_curves(lines):
-        if found.axis == "stages":
+    for bandwidth in bandwidth_curves(lines):
+        if bandwidth.axis == "stages":
             continue  # the table over SMs has the same cells
-        counts = sorted({count for points in found.curves.values() for count in points})
-        unit = "us (GB/s, of the copy)"
+        counts = sorted({count for points in bandwidth.curves.values() for count in points})
+        header = "SMs" if bandwidth.axis == "sms" else bandwidth.axis
         yield (
-            f"{found.title}: {unit}",
+            f"{bandwidth.title}: us (GB/s, of the copy)",
             [
-                Column(found.axis if found.axis == "tokens" else "SMs", [str(count) for count in counts], right=True),
+                Column(header, [str(count) for count in counts], right=True),
                 *(
                     Column(label, [_cell(points.get(count), shares) for count in counts], right=True)
-                    for label, points in list(found.curves.items())[:MOST_COLUMNS]
+                    for label, points in list(bandwidth.curves.items())[:MOST_COLUMNS]
                 ),
             ],
         )

@@ -20,8 +20,9 @@ from raymoe.report.columns import EXCHANGES, Column, byte_size, caption_of, colu
 from raymoe.report.compare import RULE, ChangeVerdict, Comparison, compare, comparison_columns, flattened
 from raymoe.report.copies import gbps, integer, ranks_on, three_digits, us
 from raymoe.report.directory import write_atomically
+from raymoe.report.figure import Figure, figure_body, picture_html, style_sheet
 from raymoe.report.overview import environment_of, facts_differing, letters
-from raymoe.report.page_figures import Figure, change_figure, figures
+from raymoe.report.plots import figures
 from raymoe.report.results import (
     CONFIG,
     ENVIRONMENT,
@@ -35,7 +36,7 @@ from raymoe.report.results import (
     read_document,
     shortened,
 )
-from raymoe.report.svg import duration, safe
+from raymoe.report.svg import Bar, BarChart, BarSegment, duration, safe
 from raymoe.report.tables import by_workload, further_tables
 
 MOST_TABLE = 350_000
@@ -91,17 +92,13 @@ def page(records: Sequence[Record]) -> str:
         '<meta name="viewport" content="width=device-width, initial-scale=1">'
         f'<meta http-equiv="Content-Security-Policy" content="{_POLICY}">'
         f'<meta name="color-scheme" content="light dark"><title>{safe(title)}</title>'
-        f"<style>{_style()}</style></head><body><main>{verdicts}<nav>{links}</nav>{body}</main>"
+        f"<style>{style_sheet('page.css')}{style_sheet('figure.css')}</style></head><body><main>{verdicts}<nav>{links}</nav>{body}</main>"
         f"<footer>Made by raymoe {safe(__version__)} from the files of the run. A time is the slowest rank's; p50 and "
         "p99 are percentiles of the samples. The page has no script and loads nothing.</footer></body></html>\n"
     )
 
 
 _POLICY = "default-src 'none'; style-src 'unsafe-inline'"
-
-
-def _style() -> str:
-    return Path(__file__).with_name("page.css").read_text(encoding="utf-8")
 
 
 # How a run ended.
@@ -286,10 +283,8 @@ def _list(value: object) -> list[object]:
 
 
 def _figures(lines: Sequence[Line], config: Mapping[str, object]) -> str:
-    section = config.get("p2p")
-    protocol = str(section.get("protocol", "put")) if isinstance(section, dict) else ""
     parts, size, left_out = [], 0, 0
-    for figure in figures(lines, protocol):
+    for figure in figures(lines, config):
         if size > MOST_FIGURES:
             left_out = 1
             break
@@ -307,7 +302,7 @@ def _figure(figure: Figure) -> str:
     note = f'<p class="how">{safe(figure.note)}</p>' if figure.note else ""
     return (
         f"<figure{wide}><figcaption><h3>{safe(figure.title)}</h3>{how}</figcaption>"
-        f"{figure.body}{note}{_folded('The numbers', _table(figure.columns))}</figure>"
+        f"{figure_body(figure)}{note}{_folded('The numbers', _table(figure.columns))}</figure>"
     )
 
 
@@ -415,23 +410,26 @@ _COLOURS = {ChangeVerdict.SLOWER: "slower", ChangeVerdict.WRONG: "slower", Chang
 
 def _changes(comparison: Comparison) -> str:
     """Draw the changes beyond noise, the largest first; without any, the largest of the others."""
-    known = [(pair, pair.change) for pair in comparison.pairs if pair.change is not None]
-    known.sort(key=lambda each: (each[0].verdict not in _COLOURS, -abs(each[1])))
-    drawn = known[:MOST_CHANGES]
-    if not drawn:
+    changes = [(pair, pair.change) for pair in comparison.pairs if pair.change is not None]
+    changes.sort(key=lambda change: (change[0].verdict not in _COLOURS, -abs(change[1])))
+    if not changes:
         return ""
     rows = []
-    for pair, change in drawn:
+    for pair, change in changes[:MOST_CHANGES]:
         line = pair.base
         which = (
             line["case"],
             line["op"],
             line["l2"] and f"{line['l2']} L2",
             line["beside"] and f"beside {line['beside']}",
+            line["src"] is not None and f"{line['src']} to {line['dst']}, {byte_size(line['bytes'])}",
         )
-        place = f"{line['src']} to {line['dst']}, {byte_size(line['bytes'])}" if line["src"] is not None else ""
-        label = ", ".join(str(each) for each in (*which, place) if each)
-        rows.append((label, change, _COLOURS.get(pair.verdict, "grey")))
-    more = f" The other {len(known) - len(drawn):,} are in the table." if len(known) > len(drawn) else ""
+        label = ", ".join(str(word) for word in which if word)
+        segment = BarSegment(0, change, _COLOURS.get(pair.verdict, "grey"))
+        rows.append(Bar(label, f"{change:+.1%}", [segment], ticks=[0.0]))
+    most = max(0.1, min(1.0, max(abs(change) for _, change in changes[:MOST_CHANGES])))
+    picture = picture_html(BarChart("Changes", rows, most, least=-most))
+    left_out = len(changes) - len(rows)
+    more = f" The other {left_out:,} are in the table." if left_out else ""
     note = f"Change of the median time: green is faster, red slower, grey within noise.{more}"
-    return f'<figure class="changes">{change_figure(rows)}<p class="how">{note}</p></figure>'
+    return f'<figure class="changes">{picture}<p class="how">{note}</p></figure>'

@@ -1,7 +1,7 @@
-"""Draws small SVG pictures for a page: curves, heat maps and bars.
+"""Draws small SVG pictures: curves, heat maps and bars.
 
-Colours are classes of `page.css`, so that a picture follows the light or dark mode of its reader. A picture has no ids,
-no script and no fixed size: several fit into one page, and each scales to the width that it gets.
+Colours are classes of `figure.css`, so that a picture on a page follows the light or dark mode of its reader. A picture
+has no ids, no script and no fixed size: several fit into one page, and each scales to the width that it gets.
 """
 
 from __future__ import annotations
@@ -14,10 +14,11 @@ from html import escape
 from raymoe.errors import printable
 
 COLOURS = 6
-"""Classes c0 to c5 of page.css. Further curves have the same colours with dashes."""
+"""Classes c0 to c5 of figure.css. Further curves have the same colours with dashes."""
 MOST_CURVES = 12
 
-WIDTH, HEIGHT = 400, 272
+PAGE_SIZE = 400, 272
+"""Of a chart on a page."""
 LEFT, RIGHT, TOP, BOTTOM = 48, 12, 28, 40
 
 
@@ -37,6 +38,8 @@ class Point:
     low: float | None = None
     """With `high`: the range around y, drawn as a band."""
     high: float | None = None
+    ring: bool = False
+    """Marks the point with a ring."""
 
 
 @dataclass(frozen=True)
@@ -46,6 +49,8 @@ class Curve:
     style: int
     """Its colour and mark. A negative number is grey: a limit, not a result."""
     dashed: bool = False
+    note: str = ""
+    """Follows the label in the legend."""
 
     @property
     def colour(self) -> str:
@@ -72,6 +77,17 @@ class Limit:
 
     value: float
     text: str
+    below: bool = False
+    """Puts the text below the line. Where curves end just above a limit, they would cross it."""
+
+
+@dataclass(frozen=True)
+class Drawing:
+    """SVG elements, and the size of the area that they fill."""
+
+    width: float
+    height: float
+    elements: str
 
 
 @dataclass(frozen=True)
@@ -87,7 +103,7 @@ class Chart:
 
 @dataclass(frozen=True)
 class _Scale:
-    """Maps values to places in the picture."""
+    """Maps values to positions in the picture."""
 
     least: float
     most: float
@@ -101,35 +117,42 @@ class _Scale:
         return round(self.begin + share * (self.end - self.begin), 1)
 
 
-def line_chart(chart: Chart) -> str:
+def line_chart(chart: Chart, size: tuple[int, int] = PAGE_SIZE) -> Drawing:
     """Draw curves with marks, bands, ticks and limits."""
+    width, height = size
+    right, bottom = width - RIGHT, height - BOTTOM
     points = [point for curve in chart.curves for point in curve.points]
     xs = [point.x for point in points]
     ys = [y for point in points for y in (point.y, point.low, point.high) if y is not None]
-    x = _Scale(min(xs), max(xs), LEFT + 8, WIDTH - RIGHT - 8, chart.x.log)
-    y_ticks = log_ticks(min(ys), max(ys)) if chart.y.log else linear_ticks(max([*ys, *_values(chart.limits)]))
-    y = _Scale(y_ticks[0], y_ticks[-1], HEIGHT - BOTTOM, TOP, chart.y.log)
-    parts = [f'<svg class="chart" viewBox="0 0 {WIDTH} {HEIGHT}" role="img" aria-label="{safe(chart.title)}">']
+    x = _Scale(min(xs), max(xs), LEFT + 8, right - 8, chart.x.log)
+    limits = [limit.value for limit in chart.limits]
+    y_ticks = log_ticks(min(ys), max(ys)) if chart.y.log else linear_ticks(max([*ys, *limits]))
+    y = _Scale(y_ticks[0], y_ticks[-1], bottom, TOP, chart.y.log)
+    parts = []
     for tick in y_ticks:
-        parts.append(f'<path class="grid" d="M{LEFT} {y(tick)}H{WIDTH - RIGHT}"/>')
+        parts.append(f'<path class="grid" d="M{LEFT} {y(tick)}H{right}"/>')
         parts.append(f'<text class="tick" x="{LEFT - 5}" y="{y(tick) + 3.5:.1f}" text-anchor="end">')
         parts.append(f"{safe(chart.y.write(tick))}</text>")
     ticks = chart.x.ticks if chart.x.ticks is not None else sorted(set(xs))
-    for tick in apart([(x(value), value) for value in ticks]):
-        parts.append(f'<text class="tick" x="{x(tick)}" y="{HEIGHT - BOTTOM + 15}" text-anchor="middle">')
+    widest = max(width_of(chart.x.write(tick), 11) for tick in ticks)
+    for tick in apart([(x(value), value) for value in ticks], widest + 8):
+        parts.append(f'<text class="tick" x="{x(tick)}" y="{bottom + 15}" text-anchor="middle">')
         parts.append(f"{safe(chart.x.write(tick))}</text>")
-    parts.append(f'<text class="axis" x="{(LEFT + WIDTH - RIGHT) / 2}" y="{HEIGHT - 6}" text-anchor="middle">')
+    parts.append(f'<text class="axis" x="{(LEFT + right) / 2}" y="{height - 6}" text-anchor="middle">')
     parts.append(f'{safe(chart.x.label)}</text><text class="axis" x="2" y="11">{safe(chart.y.label)}</text>')
     for limit in chart.limits:
-        parts.append(f'<path class="limit" d="M{LEFT} {y(limit.value)}H{WIDTH - RIGHT}"/>')
-        parts.append(f'<text class="tick" x="{WIDTH - RIGHT}" y="{y(limit.value) - 4:.1f}" text-anchor="end">')
+        parts.append(f'<path class="limit" d="M{LEFT} {y(limit.value)}H{right}"/>')
+        baseline = y(limit.value) + (12 if limit.below else -4)
+        parts.append(f'<text class="tick" x="{right}" y="{baseline:.1f}" text-anchor="end">')
         parts.append(f"{safe(limit.text)}</text>")
     parts += [_curve(curve, x, y, chart) for curve in chart.curves]
-    return "".join(parts) + "</svg>"
+    return Drawing(width, height, "".join(parts))
 
 
-def _values(limits: Sequence[Limit]) -> list[float]:
-    return [limit.value for limit in limits]
+def spread(curves: Sequence[Curve]) -> float:
+    """Divide the largest y of all points by the smallest."""
+    values = [point.y for curve in curves for point in curve.points]
+    return max(values) / min(values)
 
 
 def _curve(curve: Curve, x: _Scale, y: _Scale, chart: Chart) -> str:
@@ -137,13 +160,16 @@ def _curve(curve: Curve, x: _Scale, y: _Scale, chart: Chart) -> str:
     parts = [f'<g class="{curve.colour}{curve.dash}">']
     ranges = [(point.x, point.low, point.high) for point in points if point.low is not None and point.high is not None]
     if len(ranges) > 1 and any(high > low for _, low, high in ranges):
-        upper = [f"{x(at)} {y(high)}" for at, _, high in ranges]
-        lower = [f"{x(at)} {y(low)}" for at, low, _ in reversed(ranges)]
+        upper = [f"{x(value)} {y(high)}" for value, _, high in ranges]
+        lower = [f"{x(value)} {y(low)}" for value, low, _ in reversed(ranges)]
         parts.append(f'<path class="band" d="M{"L".join([*upper, *lower])}Z"/>')
     parts.append(f'<path class="line" d="M{"L".join(f"{x(point.x)} {y(point.y)}" for point in points)}"/>')
     for point in points:
-        told = f"{curve.label}, {chart.x.write(point.x)}: {compact(point.y)} {chart.y.label}"
-        parts.append(f'<g class="mark">{mark(curve.style, x(point.x), y(point.y))}<title>{safe(told)}</title></g>')
+        value = f"{curve.label}, {chart.x.write(point.x)}: {compact(point.y)} {chart.y.label}"
+        shape = mark(curve.style, x(point.x), y(point.y))
+        parts.append(f'<g class="mark">{shape}<title>{safe(value)}</title></g>')
+        if point.ring:
+            parts.append(f'<circle class="ring" cx="{x(point.x)}" cy="{y(point.y)}" r="7"/>')
     return "".join(parts) + "</g>"
 
 
@@ -172,33 +198,42 @@ def mark(style: int, x: float, y: float) -> str:
     return f'<path d="M{x} {y}{paths.get(shape, "m-3 -3l6 6m0 -6l-6 6")}"/>'
 
 
-def legend(curves: Sequence[Curve]) -> str:
-    """Make the legend of curves, as text that wraps."""
-    parts = []
-    for curve in curves:
-        line = f'<g class="{curve.colour}{curve.dash}"><path class="line" d="M1 6h24"/>'
-        shown = (
-            f'<svg class="swatch" viewBox="0 0 26 12">{line}<g class="mark">{mark(curve.style, 13, 6)}</g></g></svg>'
-        )
-        parts.append(f"<li>{shown}{safe(curve.label)}</li>")
-    return f'<ul class="legend">{"".join(parts)}</ul>'
+@dataclass(frozen=True)
+class Key:
+    """An entry of a legend for bars: a name and the class of its colour."""
+
+    label: str
+    colour: str
 
 
-def apart(placed: Sequence[tuple[float, float]], least: float = 44) -> list[float]:
-    """Choose the values whose labels do not overlap, the last one always. Each comes with its place.
+def swatch(entry: Curve | Key) -> Drawing:
+    """Draw the sample beside an entry of a legend."""
+    if isinstance(entry, Key):
+        return Drawing(12, 12, f'<rect class="{entry.colour}" width="12" height="12" rx="2"/>')
+    line = '<path class="line" d="M1 6h24"/>'
+    sample = f'{line}<g class="mark">{mark(entry.style, 13, 6)}</g>'
+    return Drawing(26, 12, f'<g class="{entry.colour}{entry.dash}">{sample}</g>')
 
-    >>> apart([(0, 1), (10, 2), (50, 3), (60, 4), (100, 5)])
+
+def entry_text(entry: Curve | Key) -> str:
+    return f"{entry.label}: {entry.note}" if isinstance(entry, Curve) and entry.note else entry.label
+
+
+def apart(ticks: Sequence[tuple[float, float]], least: float) -> list[float]:
+    """Choose ticks that are `least` apart, the last one always. A tick is a position and a value.
+
+    >>> apart([(0, 1), (10, 2), (50, 3), (60, 4), (100, 5)], 44)
     [1, 3, 5]
     """
-    kept: list[tuple[float, float]] = []
-    for place, value in placed:
-        if not kept or place - kept[-1][0] >= least:
-            kept.append((place, value))
-    if placed and kept[-1] != placed[-1]:
-        if len(kept) > 1 and placed[-1][0] - kept[-1][0] < least:
-            kept.pop()
-        kept.append(placed[-1])
-    return [value for _, value in kept]
+    chosen: list[tuple[float, float]] = []
+    for position, value in ticks:
+        if not chosen or position - chosen[-1][0] >= least:
+            chosen.append((position, value))
+    if ticks and chosen[-1] != ticks[-1]:
+        if len(chosen) > 1 and ticks[-1][0] - chosen[-1][0] < least:
+            chosen.pop()
+        chosen.append(ticks[-1])
+    return [value for _, value in chosen]
 
 
 def linear_ticks(most: float, count: int = 5) -> list[float]:
@@ -271,13 +306,12 @@ class Heat:
     """A second line of a cell."""
 
 
-def heat_map(heat: Heat) -> str:
+def heat_map(heat: Heat) -> Drawing:
     """Draw a heat map. A cell's number is in the cell, so that nobody must read it from the colour."""
     side = max(16, min(CELL, round(340 / heat.size)))
     margin = 30
     whole = margin + heat.size * side + 2
-    parts = [f'<svg class="heat" viewBox="0 0 {whole} {whole}" style="max-width:{whole * 1.25:.0f}px" role="img"']
-    parts.append(f' aria-label="{safe(heat.title)}"><g class="tick"><text x="2" y="10">from</text>')
+    parts = ['<g class="tick"><text x="2" y="10">from</text>']
     parts.append(f'<text x="{whole - 2}" y="10" text-anchor="end">to</text>')
     for index in range(heat.size):
         middle = margin + (index + 0.5) * side
@@ -287,7 +321,7 @@ def heat_map(heat: Heat) -> str:
     for row in range(heat.size):
         for column in range(heat.size):
             parts.append(_cell(heat, row, column, side, margin))
-    return "".join(parts) + "</svg>"
+    return Drawing(whole, whole, f'<g class="heat">{"".join(parts)}</g>')
 
 
 def _cell(heat: Heat, row: int, column: int, side: int, margin: int) -> str:
@@ -298,8 +332,8 @@ def _cell(heat: Heat, row: int, column: int, side: int, margin: int) -> str:
         return f'<rect class="empty" {box}/>'
     share = min(1.0, max(0.0, value / heat.scale)) if heat.scale > 0 else 0.0
     ink = "over" if share > FULL else "under"
-    told = f"{row} to {column}: {compact(value)} {heat.unit}"
-    parts = [f'<rect class="cell" fill-opacity="{0.06 + 0.94 * share:.3f}" {box}><title>{safe(told)}</title></rect>']
+    words = f"{row} to {column}: {compact(value)} {heat.unit}"
+    parts = [f'<rect class="cell" fill-opacity="{0.06 + 0.94 * share:.3f}" {box}><title>{safe(words)}</title></rect>']
     if side >= 30:
         note = heat.notes.get((row, column))
         middle = f'x="{x + side / 2:.1f}" text-anchor="middle"'
@@ -315,7 +349,7 @@ FULL = 0.66
 """From this share of the scale on, text in a cell has the other colour."""
 
 
-# Bars: rows of text with a picture that is as wide as there is room.
+# Bars: rows of text, each with a bar on one scale.
 
 
 @dataclass(frozen=True)
@@ -325,6 +359,7 @@ class BarSegment:
     begin: float
     end: float
     colour: str
+    """Classes of figure.css: `c0`, or `c0 faded`."""
     title: str = ""
 
 
@@ -338,24 +373,92 @@ class Bar:
     ticks: Sequence[float] = ()
 
 
-def bars(rows: Sequence[Bar], least: float, most: float, *, tight: bool = False) -> str:
-    """Make rows of label, bar and value on one scale from `least` to `most`. `tight` rows have short labels."""
-    span = most - least or 1.0
+@dataclass(frozen=True)
+class BarChart:
+    """Bars on one scale from `least` to `most`. The labels of `tight` bars are short, and stand beside them."""
 
-    def place(value: float) -> float:
-        return round(100 * min(1.0, max(0.0, (value - least) / span)), 2)
+    title: str
+    rows: Sequence[Bar]
+    most: float
+    least: float = 0.0
+    unit: str = ""
+    """What the axis of a file says."""
+    tight: bool = False
 
-    made = []
-    for row in rows:
-        parts = []
-        for part in row.segments:
-            x, end = sorted((place(part.begin), place(part.end)))
-            rect = f'<rect class="{part.colour}" x="{x}" y="1" width="{max(end - x, 0.3):.2f}" height="8"'
-            parts.append(f"{rect}><title>{safe(part.title)}</title></rect>" if part.title else f"{rect}/>")
-        if row.whisker:
-            low, high = map(place, row.whisker)
-            parts.append(f'<path class="whisker" d="M{low} 5H{high}M{low} 3v4M{high} 3v4"/>')
-        parts += [f'<path class="whisker" d="M{place(tick)} 0v10"/>' for tick in row.ticks]
-        picture = f'<svg viewBox="0 0 100 10" preserveAspectRatio="none" aria-hidden="true">{"".join(parts)}</svg>'
-        made.append(f"<li><span>{safe(row.label)}</span><b>{safe(row.value)}</b>{picture}</li>")
-    return f'<ul class="bars{" tight" * tight}">{"".join(made)}</ul>'
+    def at(self, value: float, width: float) -> float:
+        """Give the position of a value between 0 and `width`."""
+        span = self.most - self.least or 1.0
+        return round(width * min(1.0, max(0.0, (value - self.least) / span)), 2)
+
+
+def bar(row: Bar, chart: BarChart, width: float, height: float) -> str:
+    """Draw one bar, without its label and value."""
+    parts = []
+    for part in row.segments:
+        x, end = sorted((chart.at(part.begin, width), chart.at(part.end, width)))
+        least = (0.02 if chart.tight else 0.003) * width
+        x = min(x, width - least)
+        rect = f'<rect class="{part.colour}" x="{x}" y="1" width="{max(end - x, least):.2f}" height="{height - 2:g}"'
+        parts.append(f"{rect}><title>{safe(part.title)}</title></rect>" if part.title else f"{rect}/>")
+    if row.whisker:
+        low, high = (chart.at(value, width) for value in row.whisker)
+        middle = height / 2
+        ends = f"M{low} {middle - 2:g}v4M{high} {middle - 2:g}v4"
+        parts.append(f'<path class="whisker" d="M{low} {middle:g}H{high}{ends}"/>')
+    parts += [f'<path class="whisker" d="M{chart.at(tick, width)} 0v{height:g}"/>' for tick in row.ticks]
+    return "".join(parts)
+
+
+def bar_list(chart: BarChart) -> str:
+    """Make the bars as a list of HTML, whose text wraps and whose bars are as wide as there is room."""
+    items = []
+    for row in chart.rows:
+        drawn = bar(row, chart, 100, 10)
+        picture = f'<svg viewBox="0 0 100 10" preserveAspectRatio="none" aria-hidden="true">{drawn}</svg>'
+        items.append(f"<li><span>{safe(row.label)}</span><b>{safe(row.value)}</b>{picture}</li>")
+    return f'<ul class="bars{" tight" * chart.tight}">{"".join(items)}</ul>'
+
+
+def bar_chart(chart: BarChart) -> Drawing:
+    """Draw the bars with an axis below them. Labels stand beside tight bars, and above others."""
+    left, right, height, whole = (124, 60, 17, 350) if chart.tight else (2, 12, 36, 640)
+    width, bar_height = whole - left - right, 12 if chart.tight else 13
+    bottom = len(chart.rows) * height
+    parts = []
+    ticks = [tick for tick in linear_ticks(chart.most) if chart.least <= tick <= chart.most * 1.000001]
+    for tick in ticks if chart.unit else ():
+        x = left + chart.at(tick, width)
+        parts.append(f'<path class="grid" d="M{x:g} 0V{bottom + 2}"/>')
+        parts.append(f'<text class="tick" x="{x:g}" y="{bottom + 15}" text-anchor="middle">{compact(tick)}</text>')
+    for index, row in enumerate(chart.rows):
+        y = index * height
+        label, value = fitting(row.label, left - 8 if chart.tight else 0.7 * whole), safe(row.value)
+        if chart.tight:
+            parts.append(f'<text x="{left - 6}" y="{y + 12}" text-anchor="end">{safe(label)}</text>')
+            parts.append(f'<text x="{whole}" y="{y + 12}" text-anchor="end">{value}</text>')
+        else:
+            parts.append(f'<text x="{left}" y="{y + 13}">{safe(label)}</text>')
+            parts.append(f'<text x="{left + width}" y="{y + 13}" text-anchor="end">{value}</text>')
+        top = y + (2 if chart.tight else 18)
+        parts.append(f'<g transform="translate({left} {top})">{bar(row, chart, width, bar_height)}</g>')
+    if chart.unit:
+        middle = left + width / 2
+        parts.append(
+            f'<text class="axis" x="{middle:g}" y="{bottom + 30}" text-anchor="middle">{safe(chart.unit)}</text>'
+        )
+    return Drawing(whole, bottom + (36 if chart.unit else 0), "".join(parts))
+
+
+def width_of(text: str, size: float = 11.5) -> float:
+    """Estimate how wide a text is. Fonts without serifs differ; this is the width in a wide one."""
+    return 0.58 * size * len(text)
+
+
+def fitting(text: str, width: float, size: float = 11.5) -> str:
+    """Cut a text that would be wider.
+
+    >>> fitting("first push", 100), fitting("a long name of a case", 100)
+    ('first push', 'a long name o…')
+    """
+    most = int(width / width_of("x", size))
+    return text if len(text) <= most else f"{text[: most - 1]}…"

@@ -8,7 +8,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from raymoe.exchange.peer.trace import POINTS
+from raymoe.exchange.peer.trace import FORMER_NAMES, POINTS
 from raymoe.report.bandwidth import bandwidth_tables
 from raymoe.report.columns import (
     SETTINGS,
@@ -283,7 +283,7 @@ class PointTimes:
 def timeline_of(line: Line) -> list[PointTimes]:
     """Give the points of a line's timeline in the order of time; empty if the line has none."""
     recorded: Any = line["timeline"]
-    return [PointTimes(*each) for each in recorded or ()]
+    return [PointTimes(FORMER_NAMES.get(name, name), *times) for name, *times in recorded or ()]
 
 
 def timelines(lines: Sequence[Line]) -> Iterator[tuple[str, list[Column]]]:
@@ -304,8 +304,8 @@ def timelines(lines: Sequence[Line]) -> Iterator[tuple[str, list[Column]]]:
                 Column("first block", [f"{each.first:.1f}" for each in points], right=True),
                 Column("median", [f"{each.median:.1f}" for each in points], right=True),
                 Column("last block", [f"{each.last:.1f}" for each in points], right=True),
-                Column("blocks", [known[each.point].who if each.point in known else "-" for each in points]),
-                Column("meaning", [known[each.point].what if each.point in known else "-" for each in points]),
+                Column("blocks", [known[each.point].blocks if each.point in known else "-" for each in points]),
+                Column("meaning", [known[each.point].meaning if each.point in known else "-" for each in points]),
             ],
         )
 

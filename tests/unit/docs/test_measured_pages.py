@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 
+from raymoe.exchange.peer.trace import FORMER_NAMES
 from tests.python_path import REPOSITORY
 
 ROOT = REPOSITORY
@@ -239,13 +240,13 @@ def stages_of_rows(op: str) -> Table:
 
 POINTS = {
     "first row out": "first push",
-    "told": "told",
+    "entries published": "told",
     "counts here": "counts",
     "last row out": "last push",
     "last row placed": "placed",
     "over": "all awaited",
 }
-"""By column: the point of a dispatch when its last block comes there."""
+"""By column: the point of a dispatch, by its name in the raw lines, when its last block comes there."""
 
 
 def timeline(first: str, file: str, run: str) -> Table:
@@ -330,7 +331,7 @@ def test_a_table_shows_the_raw_lines(table: Table) -> None:
 def test_the_picture_of_a_step_is_true_to_the_trace() -> None:
     """Each bar of a role goes from its first block at one point to its last block at another."""
     traces = {
-        line["op"]: {point: (first, last) for point, first, _, last in line["timeline"]}
+        line["op"]: {FORMER_NAMES.get(point, point): (first, last) for point, first, _, last in line["timeline"]}
         for line in lines_of("bench_trace_h200x2")
         if line["tokens"] == 4096 and line["timeline"]
     }

@@ -147,7 +147,7 @@ def test_the_last_line_is_plain_and_unwrapped_on_a_narrow_terminal(tmp_path):
 def test_validate_loads_neither_torch_nor_ray_and_takes_under_0_6_s():
     script = (
         "import sys; from raymoe.cli import main; code = main(['validate', 'quickstart'])\n"
-        "heavy = {'torch', 'ray', 'cuda', 'numpy', 'matplotlib'} & set(sys.modules)\n"
+        "heavy = {'torch', 'ray', 'cuda', 'numpy'} & set(sys.modules)\n"
         "sys.exit(f'{code} {heavy}' if code or heavy else 0)"
     )
     environment = os.environ | {"PYTHONPATH": python_path()}

@@ -166,7 +166,7 @@ def test_every_folder_is_a_package_with_a_plain_name():
         assert not {"utils", "util", "helper", "helpers", "manager", "misc", "common"} & {path.stem, path.parent.name}
 
 
-HEAVY = "[name for name in ('torch', 'ray', 'cuda', 'numpy', 'matplotlib') if name in sys.modules]"
+HEAVY = "[name for name in ('torch', 'ray', 'cuda', 'numpy') if name in sys.modules]"
 LIGHT = {
     "import raymoe": "import raymoe",
     "dir(raymoe)": "import raymoe; dir(raymoe)",

@@ -61,7 +61,7 @@ def test_wheel_declares_the_command_and_its_dependencies(wheel):
     needs = [line.partition(": ")[2] for line in metadata.splitlines() if line.startswith("Requires-Dist: ")]
     needs = [need for need in needs if "extra ==" not in need]
     assert {need.partition(">")[0].split("<")[0] for need in needs} == {
-        *("ray[default]", "torch", "cuda-python", "pyyaml", "pydantic", "typer", "rich", "matplotlib", "numpy"),
+        *("ray[default]", "torch", "cuda-python", "pyyaml", "pydantic", "typer", "rich", "numpy"),
         "cuda-core",
     }
     assert "Requires-Python: >=3.11" in metadata

@@ -94,7 +94,7 @@ DISPATCH_POINTS = {
     "last push": ((3.0, 0.78), (3.8, 0.9), (4.9, 0.94)),
     "arrived": ((3.4, 0.79), (4.3, 0.91), (5.4, 0.95)),
     "said done": ((3.5, 0.79), (4.4, 0.91), (5.5, 0.95)),
-    "told": ((1.6, 0.02), (2.0, 0.02), (2.8, 0.025)),
+    "entries published": ((1.6, 0.02), (2.0, 0.02), (2.8, 0.025)),
     "counts": ((3.9, 0.03), (4.1, 0.04), (4.6, 0.045)),
     "planned": ((4.5, 0.05), (4.9, 0.06), (5.5, 0.065)),
     "first row": ((4.6, 0.05), (5.0, 0.06), (5.9, 0.07)),
@@ -103,7 +103,9 @@ DISPATCH_POINTS = {
     "end": ((3.6, 0.62), (6.0, 0.92), (7.0, 0.97)),
     "all awaited": ((7.3, 0.97), (7.3, 0.97), (7.3, 0.97)),
 }
-COMBINE_POINTS = {name: times for name, times in DISPATCH_POINTS.items() if name not in ("told", "planned")}
+COMBINE_POINTS = {
+    name: times for name, times in DISPATCH_POINTS.items() if name not in ("entries published", "planned")
+}
 
 
 GPU_SHAPE = {"ranks": 4, "hidden": 7168, "experts": 256, "topk": 8, "dtype": "bfloat16", "wire": "bfloat16"}

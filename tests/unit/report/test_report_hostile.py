@@ -10,6 +10,7 @@ import socket
 import time
 from html.parser import HTMLParser
 from pathlib import Path
+from xml.etree import ElementTree
 
 import pytest
 from hypothesis import given, settings
@@ -23,7 +24,8 @@ from raymoe.report.plots import write_plots
 from raymoe.report.reading import MOST_LINES
 from raymoe.report.results import KEYS
 from tests.unit.report.lines import copy_case, exchange_case, gpu_exchange, traced_exchange
-from tests.unit.report.run_directories import Ended, make, report
+from tests.unit.report.run_directories import EVERY_KIND, Ended, make, report
+from tests.unit.report.test_plots import SHAPES
 
 ESCAPE = "\x1b[2J\x1b]0;title\x07"
 HEAD = "# raymoe run quick-1\n"
@@ -390,9 +392,24 @@ def test_plots_stay_inside_the_run_directory(tmp_path):
     assert all(path.exists() for path in written)
 
 
-def test_names_that_look_like_formulas_are_drawn(tmp_path):
-    lines = [each | {"backend": "$\\frac{$", "case": "_a=x"} for each in gpu_exchange("fused", 8.0)]
-    assert write_plots(tmp_path, lines)
+def test_everything_from_the_data_is_escaped_in_plots(tmp_path):
+    """A file with markup in its names would be no well-formed XML, or have further elements."""
+    lines = [
+        {key: f"{INJECTED}\x00{key}" if isinstance(value, str) and key not in NOT_SHOWN else value
+         for key, value in line.items()}
+        for line in EVERY_KIND
+    ]  # fmt: skip
+    written = write_plots(tmp_path, lines)
+    assert len(written) > 8
+    for path in written:
+        root = ElementTree.fromstring(path.read_text())
+        assert {each.tag.rpartition("}")[2] for each in root.iter()} <= SHAPES
+        assert not {name for each in root.iter() for name in each.attrib} & {"src", "href", "onerror", "id"}
+        assert "alert(1)</script>" in "".join(root.itertext())
+
+
+NOT_SHOWN = ("op", "workload", "l2", "device")
+"""Lines with other values have no figure, or fewer."""
 
 
 # Many lines: time grows with their number, not with its square.
@@ -507,7 +524,7 @@ def test_the_whole_run_is_read(whole_run, tmp_path):
     assert report(whole_run, "--html", tmp_path / "page.html").code == 0
     page = (tmp_path / "page.html").read_text()
     figures = (
-        "Bandwidth of copies",
+        "Copies, one pair at a time",
         "between all pairs",
         "Time of dispatch",
         "over SMs",

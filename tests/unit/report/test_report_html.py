@@ -16,6 +16,7 @@ from raymoe.config import load_job
 from raymoe.errors import CannotWrite, ConfigError
 from raymoe.gang.messages import CaseDone, RunOutcome
 from raymoe.report.directory import RunDirectory
+from raymoe.report.figure import style_sheet
 from raymoe.report.page import page, write_page
 from raymoe.report.results import Record
 from raymoe.report.svg import FULL, Heat, heat_map
@@ -23,7 +24,7 @@ from tests.python_path import REPOSITORY
 from tests.unit.report.lines import copy_case, exchange_case, gpu_exchange
 from tests.unit.report.run_directories import make, report
 
-CSS = Path(raymoe.report.page.__file__).with_name("page.css").read_text()
+CSS = style_sheet("page.css")
 
 
 class Text(HTMLParser):
@@ -113,17 +114,16 @@ def test_every_figure_stands_beside_its_numbers(tmp_path):
         assert re.search(r"<td[^>]*>[\d,.]+", table), figure[:200]
     titles = [re.sub(r"<.*?>", "", re.findall(r"<h3>(.*?)</h3>", figure)[0]) for figure in figures]
     for title in (
-        "Bandwidth of copies, one pair at a time",
-        "Latency of short copies, one pair at a time",
+        "Copies, one pair at a time",
         "256 MiB between all pairs, GB/s",
-        "Dispatch over SMs",
+        "Dispatch over SMs, 16 tokens a rank",
         "Where the time of dispatch goes",
         "Where the time of combine goes",
         "Dispatch beside a matrix product",
         "Load of experts",
     ):
         assert title in titles, (title, titles)
-    for start in ("Time of dispatch,", "Bandwidth of combine,", "Time split of an exchange, 8192 tokens"):
+    for start in ("Dispatch over tokens,", "Time of combine,", "Time split of an exchange, 8192 tokens"):
         assert any(title.startswith(start) for title in titles), (start, titles)
 
 
@@ -131,16 +131,23 @@ def test_curves_have_a_point_for_each_line_and_the_limits_of_the_link(tmp_path):
     tokens = (128, 1024, 4096)
     lines = gpu_exchange("fused", 10.0, tokens) + gpu_exchange("row_push", 8.0, tokens)
     document = page_of(make(tmp_path / "run", lines))
-    time_of, bandwidth = (
-        next(figure for figure in re.findall(r"<figure.*?</figure>", document, re.DOTALL) if f"<h3>{title}<" in figure)
-        for title in ("Time of dispatch", "Bandwidth of dispatch")
+    figures = re.findall(r"<figure.*?</figure>", document, re.DOTALL)
+    dispatch, combine = (
+        next(figure for figure in figures if f"<h3>{op} over tokens<" in figure) for op in ("Dispatch", "Combine")
     )
-    for figure in (time_of, bandwidth):
-        assert figure.count('<g class="mark"><circle') == 1 + len(tokens), "the legend's and a mark for each point"
-        assert figure.count('class="grey dash"') == 2, "the baseline is no result of its own"
+    legend, time_of, bandwidth = re.split(r'<svg class="chart"', dispatch)
+    assert legend.count('<g class="mark"><circle') == 1 and legend.count('class="grey dash"') == 1
+    for chart in (time_of, bandwidth):
+        assert chart.count('<g class="mark"><circle') == len(tokens), "a mark for each point"
+        assert chart.count('class="grey dash"') == 1, "the baseline is no result of its own"
     assert "fused, 128: 26 µs, slowest rank" in time_of
     assert "450 GB/s, NVLink 4 ×18" in bandwidth and "381 GB/s, most measured" in bandwidth
-    assert ">522<" in time_of, "the table beside the curve"
+    table = bandwidth[bandwidth.index("<details>") :]
+    assert re.findall(r"<th(?: [^>]*)?>([^<]*)", table) == [
+        *("tokens", "fused us", "row_push us", "fused GB/s", "row_push GB/s"),
+    ]
+    assert ">522<" in table, "the table beside the curve"
+    assert combine.count('class="grey dash"') == 3, "the rows of a combine are those of the dispatch"
 
 
 def test_backends_with_one_number_of_tokens_are_bars_with_their_spread(tmp_path):
@@ -224,7 +231,7 @@ def test_colours_have_contrast(dark):
     for name in ("ink", "muted", "link", "good", "bad", "warn", "none"):
         assert min(contrast(known[name], known[behind]) for behind in ("page", "card")) >= 4.5, name
     for share in (0.0, 0.25, 0.5, FULL - 0.001, FULL + 0.001, 0.9, 1.0):
-        svg = heat_map(Heat("", 1, {(0, 0): share}, 1.0, "GB/s"))
+        svg = heat_map(Heat("", 1, {(0, 0): share}, 1.0, "GB/s")).elements
         opacity = float(re.findall(r'fill-opacity="([\d.]+)"', svg)[0])
         ink = known["on-high" if 'class="over"' in svg else "on-low"]
         cell = tuple(opacity * h + (1 - opacity) * p for h, p in zip(known["heat"], known["page"], strict=True))

@@ -45,7 +45,7 @@ class Router {
         number();
         mark();
         announce();
-        trace(p_.trace, AT_TOLD);
+        trace(p_.trace, AT_ENTRIES_PUBLISHED);
         return true;
     }
 

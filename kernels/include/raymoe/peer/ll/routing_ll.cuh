@@ -51,7 +51,7 @@ class LlRouter {
                 send_counts(words, tokens);
             }
         }
-        trace(p_.trace, AT_TOLD);
+        trace(p_.trace, AT_ENTRIES_PUBLISHED);
         return !bad_;
     }
 

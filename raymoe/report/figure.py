@@ -1,0 +1,221 @@
+"""A figure with the table of its numbers: as a part of report.html, and as an SVG file of `plots/`."""
+
+from __future__ import annotations
+
+import re
+import textwrap
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+
+from raymoe.report.columns import Column
+from raymoe.report.copies import how_measured, ranks_on, three_digits
+from raymoe.report.results import Line
+from raymoe.report.svg import (
+    BarChart,
+    Chart,
+    Curve,
+    Drawing,
+    Heat,
+    Key,
+    Point,
+    bar_chart,
+    bar_list,
+    entry_text,
+    heat_map,
+    line_chart,
+    safe,
+    swatch,
+    width_of,
+)
+
+MOST_ROWS = 200
+MOST_COLUMNS = 64
+"""Of the table of a figure's numbers."""
+
+
+@dataclass(frozen=True)
+class Panel:
+    """One picture of a figure."""
+
+    picture: Chart | Heat | BarChart
+    title: str = ""
+
+
+@dataclass(frozen=True)
+class Figure:
+    """One picture, or several side by side with one legend."""
+
+    stem: str
+    """The name of its file in `plots/`, without the suffix."""
+    title: str
+    how: str
+    """How and where it was measured."""
+    panels: Sequence[Panel]
+    columns: Sequence[Column]
+    """The numbers that it shows."""
+    legend: Sequence[Curve | Key] = ()
+    note: str = ""
+
+    @property
+    def wide(self) -> bool:
+        """Whether it takes the whole width of a page."""
+        return len(self.panels) > 1 or isinstance(self.panels[0].picture, Heat)
+
+
+def how_and_where(lines: Sequence[Line]) -> str:
+    cold = "; L2 cache cold" if all(line["l2"] == "cold" for line in lines) else ""
+    return f"{ranks_on(lines)}. {how_measured(lines)}{cold}."
+
+
+def curve_columns(header: str, write: Callable[[int], str], **curves_by_unit: Sequence[Curve]) -> list[Column]:
+    """Make the table of the points of curves: a row for each x, and a column for each curve in each unit."""
+    xs = sorted({point.x for curves in curves_by_unit.values() for curve in curves for point in curve.points})
+    xs = xs[:MOST_ROWS]
+    columns = [Column(header, [write(int(x)) for x in xs], right=True)]
+    for unit, curves in curves_by_unit.items():
+        for curve in curves[:MOST_COLUMNS]:
+            by_x = {point.x: point for point in curve.points}
+            columns.append(Column(f"{curve.label} {unit}", [_cell(by_x.get(x)) for x in xs], right=True))
+    return columns
+
+
+def _cell(point: Point | None) -> str:
+    if point is None:
+        return "-"
+    if point.low is None or point.high is None or point.low == point.high:
+        return three_digits(point.y)
+    return f"{three_digits(point.y)} ({three_digits(point.low)} to {three_digits(point.high)})"
+
+
+# On the page.
+
+
+def figure_body(figure: Figure) -> str:
+    """Make the HTML of the pictures and their legend, without anything from outside that is not escaped."""
+    entries = []
+    for entry in figure.legend:
+        sample = swatch(entry)
+        picture = f'<svg class="swatch" viewBox="0 0 {sample.width} {sample.height}">{sample.elements}</svg>'
+        entries.append(f"<li>{picture}{safe(entry_text(entry))}</li>")
+    legend = f'<ul class="legend">{"".join(entries)}</ul>' if entries else ""
+    if len(figure.panels) == 1 and not figure.panels[0].title:
+        return legend + picture_html(figure.panels[0].picture)
+    panels = (
+        f"<div>{f'<h4>{safe(panel.title)}</h4>' if panel.title else ''}{picture_html(panel.picture)}</div>"
+        for panel in figure.panels
+    )
+    charts = " charts" * isinstance(figure.panels[0].picture, Chart)
+    return f'{legend}<div class="panels{charts}">{"".join(panels)}</div>'
+
+
+def picture_html(picture: Chart | Heat | BarChart) -> str:
+    if isinstance(picture, BarChart):
+        return bar_list(picture)
+    drawing = line_chart(picture) if isinstance(picture, Chart) else heat_map(picture)
+    look = 'class="chart"'
+    if isinstance(picture, Heat):
+        look = f'style="max-width:{drawing.width * HEAT_SCALE:.0f}px"'
+    box = f"0 0 {drawing.width:g} {drawing.height:g}"
+    return f'<svg {look} viewBox="{box}" role="img" aria-label="{safe(picture.title)}">{drawing.elements}</svg>'
+
+
+HEAT_SCALE = 1.25
+
+
+# In a file.
+
+MARGIN, GAP = 20, 28
+LEAST_WIDTH = 560
+TITLE, TEXT = 15, 11
+"""Sizes of fonts."""
+
+
+def figure_file(figure: Figure, runs: Sequence[str]) -> str:
+    """Make an SVG file of a figure of these runs. The same lines give the same file, byte for byte."""
+    drawings, scale, columns = _drawings(figure)
+    cell = max(drawing.width for drawing in drawings) * scale
+    width = max(LEAST_WIDTH, round(2 * MARGIN + columns * cell + (columns - 1) * GAP))
+    parts: list[str] = []
+    y = MARGIN + 4.0
+    for text, size, kind in (
+        (figure.title, TITLE, "title"),
+        (figure.how, TEXT, "axis"),
+        (run_names(runs), TEXT, "axis"),
+    ):
+        for row in textwrap.wrap(text, int((width - 2 * MARGIN) / width_of("x", size))):
+            parts.append(f'<text class="{kind}" x="{MARGIN}" y="{y:g}">{safe(row)}</text>')
+            y += size + 4
+    y = _add_legend(parts, figure.legend, width, y + 8)
+    for first in range(0, len(drawings), columns):
+        in_row = range(first, min(first + columns, len(drawings)))
+        above = 18 if any(figure.panels[index].title for index in in_row) else 4
+        for column, index in enumerate(in_row):
+            x = MARGIN + column * (cell + GAP)
+            if figure.panels[index].title:
+                title = safe(figure.panels[index].title)
+                parts.append(f'<text class="panel" x="{x:g}" y="{y + 11:g}">{title}</text>')
+            place = f"translate({x:g} {y + above:g})" + (f" scale({scale})" if scale != 1 else "")
+            parts.append(f'<g transform="{place}">{drawings[index].elements}</g>')
+        y += above + scale * max(drawings[index].height for index in in_row) + 16
+    for row in textwrap.wrap(figure.note, int((width - 2 * MARGIN) / width_of("x", TEXT))):
+        parts.append(f'<text class="axis" x="{MARGIN}" y="{y + 6:g}">{safe(row)}</text>')
+        y += TEXT + 4
+    height = round(y + MARGIN - 8)
+    return (
+        f'<svg xmlns="http://www.w3.org/2000/svg" width="{width}" height="{height}" viewBox="0 0 {width} {height}">\n'
+        f"<title>{safe(figure.title)}</title>\n<style>{_style()}</style>\n"
+        f'<rect width="{width}" height="{height}" fill="#fff"/>\n' + "\n".join(parts) + "\n</svg>\n"
+    )
+
+
+def _drawings(figure: Figure) -> tuple[list[Drawing], float, int]:
+    """Draw the panels for a file. Also choose their scale, and how many stand side by side."""
+    pictures = [panel.picture for panel in figure.panels]
+    charts = [picture for picture in pictures if isinstance(picture, Chart)]
+    heats = [picture for picture in pictures if isinstance(picture, Heat)]
+    if charts:
+        size = (600, 330) if len(charts) == 1 else (430, 290)
+        return [line_chart(chart, size) for chart in charts], 1, min(len(charts), 2)
+    if heats:
+        return [heat_map(heat) for heat in heats], HEAT_SCALE, min(len(heats), 3 if heats[0].size <= 4 else 2)
+    bars = [picture for picture in pictures if isinstance(picture, BarChart)]
+    return [bar_chart(chart) for chart in bars], 1, min(len(bars), 3 if bars[0].tight else 1)
+
+
+def _add_legend(parts: list[str], entries: Sequence[Curve | Key], width: float, y: float) -> float:
+    """Add the rows of a legend from `y` on, and return where they end."""
+    x = float(MARGIN)
+    for entry in entries:
+        text, sample = entry_text(entry), swatch(entry)
+        wide = sample.width + 6 + width_of(text) + 14
+        if x > MARGIN and x + wide > width - MARGIN:
+            x, y = float(MARGIN), y + 18
+        parts.append(f'<g transform="translate({x:g} {y:g})">{sample.elements}')
+        parts.append(f'<text x="{sample.width + 6}" y="10">{safe(text)}</text></g>')
+        x += wide
+    return y + 26 if entries else y
+
+
+def run_names(runs: Sequence[str]) -> str:
+    """Name the runs of a figure.
+
+    >>> run_names(["a-run", "b-run", "b-run", "c-run"])
+    'run a-run and 2 more'
+    """
+    first, *more = dict.fromkeys(runs)
+    return f"run {first}" + (f" and {len(more)} more" if more else "")
+
+
+def style_sheet(name: str) -> str:
+    return Path(__file__).with_name(name).read_text(encoding="utf-8")
+
+
+@cache
+def _style() -> str:
+    """Give figure.css with the colours of the light mode in place of variables, which converters do not know."""
+    light = style_sheet("page.css").partition("@media")[0]
+    colours = dict(re.findall(r"--([\w-]+): (#\w+);", light))
+    rules = re.sub(r"/\*.*?\*/\s*", "", style_sheet("figure.css"), flags=re.DOTALL)
+    return re.sub(r"var\(--([\w-]+)\)", lambda variable: colours[variable[1]], rules)

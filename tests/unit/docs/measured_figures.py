@@ -1,0 +1,75 @@
+"""Draws the measured figures of docs/figures/ out of the raw lines in benchmarks/. `make figures` writes them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from raymoe.report.figure import figure_file
+from raymoe.report.plots import figures
+from raymoe.report.results import Line, decode, displayed
+from tests.python_path import REPOSITORY
+
+FOLDER = REPOSITORY / "docs" / "figures"
+BY_HAND = {"step-timeline-h200x2.svg"}
+"""test_measured_pages.py compares its bars with the lines."""
+
+
+@dataclass(frozen=True)
+class Source:
+    """Lines of benchmarks/`file`.jsonl: of the run whose name ends so, and of these backends, or of all."""
+
+    file: str
+    run: str
+    backends: tuple[str, ...] = ()
+
+    def lines(self) -> Iterator[Line]:
+        for text in (REPOSITORY / "benchmarks" / f"{self.file}.jsonl").read_text().splitlines():
+            line = decode(text)
+            if str(line["run"]).endswith(self.run) and (not self.backends or line["backend"] in self.backends):
+                yield line
+
+
+TWO = (
+    Source("bench_exchange_h200x2", "csun"),
+    Source("bench_nccl_h200x2", "uiez", ("allgather", "collective")),
+)
+FOUR = (
+    Source("bench_exchange_h200x4", "unnt", ("fused", "row_push")),
+    Source("bench_exchange_h200x4", "wkiy", ("staged",)),
+    Source("bench_exchange_h200x4", "gxgs", ("nvshmem",)),
+    Source("bench_exchange_h200x4", "nkmd", ("nvshmem",)),
+)
+"""The newest lines of each system that docs/comparison.md names."""
+
+FIGURES = {
+    "dispatch-h200x2": ("dispatch", TWO),
+    "combine-h200x2": ("combine", TWO),
+    "dispatch-h200x4": ("dispatch", FOUR),
+    "combine-h200x4": ("combine", FOUR),
+    "dispatch-sms-h200x2": ("dispatch-sms", (Source("bench_sms_h200x2", "juoe"),)),
+    "dispatch-sms-h200x4": ("dispatch-sms", (Source("bench_sms_h200x4", "wtwj"),)),
+    "dispatch-timeline-h200x2": ("dispatch-timeline", (Source("bench_trace_h200x2", "ziqr"),)),
+    "combine-timeline-h200x2": ("combine-timeline", (Source("bench_trace_h200x2", "ziqr"),)),
+    "dispatch-timeline-h200x4": ("dispatch-timeline", (Source("bench_trace_h200x4", "cpvz"),)),
+    "combine-timeline-h200x4": ("combine-timeline", (Source("bench_trace_h200x4", "cpvz"),)),
+    "layer-parts-h200": ("layer-parts", (Source("layer_h200", "nbla"),)),
+    "rms_norm-sms-h100": ("bandwidth-rms_norm-sms", (Source("norm_sms_h100", "mast"),)),
+    "rms_norm-stages-h100": ("bandwidth-rms_norm-stages", (Source("norm_sms_h100", "mast"),)),
+}
+"""By the name of the file: the figure of a report, and the lines that it shows."""
+
+
+def measured_figure(name: str) -> str:
+    """Return the file of this name as its raw lines give it."""
+    stem, sources = FIGURES[name]
+    lines = [line for source in sources for line in displayed(list(source.lines()))]
+    runs = [str(line["run"]) for line in lines]
+    as_one_run = [line | {"run": runs[0]} for line in lines]  # else each run would have its own curves
+    (figure,) = (figure for figure in figures(as_one_run, {}) if figure.stem == stem)
+    return figure_file(figure, runs)
+
+
+if __name__ == "__main__":
+    for name in FIGURES:
+        (FOLDER / f"{name}.svg").write_text(measured_figure(name))
