@@ -38,7 +38,7 @@ class GlooAllgather(KeepsNothing):
         self._metadata_in = torch.empty(world.size, 2, T, spec.topk, dtype=torch.int32, device="cpu")
         # The last row of each block holds the status.
         home: torch.dtype = getattr(torch, spec.combine_wire)
-        self._leaving = torch.empty(world.size, T + 1, spec.home_width, dtype=home, device="cpu")
+        self._leaving = torch.empty(world.size, T + 1, spec.combine_width, dtype=home, device="cpu")
         self._returned = torch.empty_like(self._leaving)
 
     def dispatch(self, x: torch.Tensor, sending: Sending, call: Call) -> Arrived:
@@ -124,7 +124,7 @@ class GlooCollective(KeepsNothing):
         self._packed = torch.empty(most, spec.hidden, dtype=dtype, device="cpu")
         self._home: torch.dtype = getattr(torch, spec.combine_wire)
         self._spec = spec
-        self._leaving = torch.empty(most, spec.home_width, dtype=self._home, device="cpu")
+        self._leaving = torch.empty(most, spec.combine_width, dtype=self._home, device="cpu")
         self._returned = torch.empty_like(self._leaving)
         # For each rank: the number of rows, T*K ids, and the bits of T*K weights.
         self._metadata_out = torch.zeros(world.size, 1 + 2 * spec.tokens * spec.topk, dtype=torch.int32, device="cpu")

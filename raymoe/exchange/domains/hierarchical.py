@@ -103,7 +103,7 @@ class HierarchicalRows:
         self._metadata_in = torch.empty(self._domains, 2, T, K, dtype=torch.int32, device="cpu")
         # For each domain the sums of T tokens, then a row for the status of each of L ranks.
         home: torch.dtype = getattr(torch, spec.combine_wire)
-        self._leaving = torch.zeros(self._domains, T + domain.size, spec.home_width, dtype=home, device="cpu")
+        self._leaving = torch.zeros(self._domains, T + domain.size, spec.combine_width, dtype=home, device="cpu")
         self._returned = torch.empty_like(self._leaving)
         self.home_words = world.domains * T * K  # the ids inside
 
