@@ -18,6 +18,7 @@ from raymoe.cuda.jit import Compiled, CompileError, Compiler, Cubins, KernelSour
 from raymoe.cuda.params import U32, U64, Address, Params
 from raymoe.cuda.structs import STRUCTS, Peers
 from raymoe.exchange.domains.domain_kernels import (
+    ADVANCE_CHUNK,
     ENTER_DOMAIN,
     JOIN_EXPERTS,
     PUBLISH_STATUSES,
@@ -35,7 +36,6 @@ from raymoe.exchange.nccl.rounds import (
 )
 from raymoe.exchange.peer.combine import combine_source, with_ll_statuses
 from raymoe.exchange.peer.dispatch import (
-    ADVANCE_CHUNK,
     ANNOUNCE,
     WARPS,
     WIDE,
