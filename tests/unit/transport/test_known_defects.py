@@ -17,35 +17,35 @@ from raymoe.transport import channels as channels_module
 from raymoe.transport import choice
 from raymoe.transport.channels import Channels, ChannelSpec
 from raymoe.transport.choice import CANDIDATES, Table, TransportRule
-from raymoe.transport.copy_kernel import CopyLane
+from raymoe.transport.copy_kernel import Transfer
 from tests.unit.caught_by import missing
 from tests.unit.ranks import RankPool
 
-HERE = "unit/test_known_defects.py"
+HERE = "unit/transport/test_known_defects.py"
 
 CAUGHT_BY = {
     "threads that race through a lazy initialisation": [
-        "unit/test_jit.py::test_threads_that_race_compile_once",
-        "unit/test_jit.py::test_processes_that_race_get_the_same_cubin",
-        "unit/test_jit.py::test_a_process_has_one_shared_compiler",
-        "unit/test_kernels_load.py::test_threads_that_race_load_once",
+        "unit/cuda/test_jit.py::test_threads_that_race_compile_once",
+        "unit/cuda/test_jit.py::test_processes_that_race_get_the_same_cubin",
+        "unit/cuda/test_jit.py::test_a_process_has_one_shared_compiler",
+        "unit/cuda/test_kernels_load.py::test_threads_that_race_load_once",
         "gpu/test_jit_gpu.py::test_threads_that_race_load_a_kernel_once",
     ],
     "a program, module or memory that leaks when compiling, loading or looking up fails": [
-        "unit/test_jit.py::test_a_compile_error_holds_log_and_command_and_leaves_no_files",
-        "unit/test_kernels_load.py::test_a_failed_load_leaves_no_module_and_can_be_retried",
-        "unit/test_cuda_ipc.py::test_an_allocation_that_fails_half_way_frees_all_memory",
+        "unit/cuda/test_jit.py::test_a_compile_error_holds_log_and_command_and_leaves_no_files",
+        "unit/cuda/test_kernels_load.py::test_a_failed_load_leaves_no_module_and_can_be_retried",
+        "unit/memory/test_cuda_ipc.py::test_an_allocation_that_fails_half_way_frees_all_memory",
         "gpu/test_jit_gpu.py::test_a_load_that_fails_leaves_no_module",
     ],
     "a half-made cache entry that is launched later": [
-        "unit/test_jit.py::test_a_failure_is_raised_in_all_waiting_threads_and_a_retry_compiles",
-        "unit/test_jit.py::test_a_killed_writer_leaves_no_cache_entry",
-        "unit/test_jit.py::test_a_damaged_cache_entry_is_compiled_again_and_replaced",
-        "unit/test_kernels_load.py::test_a_failed_load_leaves_no_module_and_can_be_retried",
+        "unit/cuda/test_jit.py::test_a_failure_is_raised_in_all_waiting_threads_and_a_retry_compiles",
+        "unit/cuda/test_jit.py::test_a_killed_writer_leaves_no_cache_entry",
+        "unit/cuda/test_jit.py::test_a_damaged_cache_entry_is_compiled_again_and_replaced",
+        "unit/cuda/test_kernels_load.py::test_a_failed_load_leaves_no_module_and_can_be_retried",
     ],
     "an option value that is ignored because of upper or lower case": [
-        "unit/test_config_problems.py::test_a_problem_is_reported_with_its_line_key_and_value",
-        "unit/test_transport_choice.py::test_an_impossible_channel_spec_is_refused",
+        "unit/config/test_config_problems.py::test_a_problem_is_reported_with_its_line_key_and_value",
+        "unit/transport/test_transport_choice.py::test_an_impossible_channel_spec_is_refused",
         "gpu/test_channels.py::test_invalid_specs_are_refused_with_both_values",
     ],
     "a size that is cast to 32 bits": [
@@ -65,28 +65,28 @@ CAUGHT_BY = {
         "gpu/test_channels.py::test_a_ring_works_with_send_or_receive_first",
     ],
     "a module that is cached for the process and used on another GPU": [
-        "unit/test_kernels_load.py::test_every_gpu_has_its_own_module",
+        "unit/cuda/test_kernels_load.py::test_every_gpu_has_its_own_module",
         "gpu/test_jit_gpu.py::test_every_gpu_of_the_process_loads_its_own_module",
         "gpu/test_jit_gpu.py::test_code_for_another_gpu_is_refused_and_not_kept",
     ],
     "two transfers of one pair that overwrite each other's rendezvous": [
         f"{HERE}::test_two_sets_of_channels_between_one_pair_do_not_mix",
-        "unit/test_transport_choice.py::test_lanes_share_no_place_and_no_word",
+        "unit/transport/test_transport_choice.py::test_mailboxes_share_no_place_and_no_word",
         "gpu/test_channels.py::test_two_transfers_of_one_pair_do_not_mix",
     ],
     "memory that its owner frees while a peer maps it": [
-        "unit/test_cuda_ipc.py::test_every_mapping_is_closed_before_any_memory_is_freed",
-        "unit/test_cuda_ipc.py::test_heaps_may_be_closed_in_any_order",
-        "unit/test_cuda_ipc.py::test_memory_that_a_dead_peer_may_map_is_not_freed",
+        "unit/memory/test_cuda_ipc.py::test_every_mapping_is_closed_before_any_memory_is_freed",
+        "unit/memory/test_cuda_ipc.py::test_heaps_may_be_closed_in_any_order",
+        "unit/memory/test_cuda_ipc.py::test_memory_that_a_dead_peer_may_map_is_not_freed",
         "gpu/test_cuda_ipc.py::test_memory_outlives_a_close_that_comes_too_early",
         "gpu/test_cuda_ipc.py::test_memory_of_a_killed_rank_stays_mapped_and_is_freed_later",
     ],
     "bulk stores taken as arrived when only their source was read": [
-        "unit/test_kernels_compile.py::a_flag_is_stored_after_the_bulk_stores_have_arrived",
+        "unit/cuda/test_kernels_compile.py::a_flag_is_stored_after_the_bulk_stores_have_arrived",
         "gpu/test_copy_gpu.py::test_a_signal_never_comes_before_the_bytes",
     ],
     "an endless wait for a dead peer": [
-        "unit/test_channels.py::test_a_silent_peer_is_named_and_later_calls_raise_the_same_error",
+        "unit/transport/test_channels.py::test_a_silent_peer_is_named_and_later_calls_raise_the_same_error",
         "gpu/test_channels.py::test_a_killed_peer_is_named",
         "gpu/test_known_defects.py::test_a_killed_peer_does_not_block_nccl_for_ever",
         "gang/test_faults.py::test_a_rank_that_stops_answering_is_named_and_ends_the_run",
@@ -115,13 +115,13 @@ def test_every_test_named_for_a_defect_exists(defect: str) -> None:
 
 def test_sizes_and_offsets_have_64_bits() -> None:
     size = (5 << 30) + 7
-    packed = bytes(CopyLane(1 << 40, 3 << 40, size).packed())
-    at = CopyLane.offsets()["bytes"]
+    packed = bytes(Transfer(1 << 40, 3 << 40, size).packed())
+    at = Transfer.offsets()["bytes"]
     assert int.from_bytes(packed[at : at + 8], "little") == size
     spec = ChannelSpec(((0, 1), (2, 1)), (size,), slots=2)
     assert spec.nbytes == size
     assert spec.layout("cuda").nbytes > 4 * size
-    assert spec.lane(2, 1, slot=1).place * spec.stride > 3 * size
+    assert spec.mailbox(2, 1, slot=1).place * spec.stride > 3 * size
 
 
 def use_two_sets(world: World) -> list[list[int]]:
