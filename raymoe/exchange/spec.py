@@ -137,18 +137,19 @@ class ExchangeSpec:
         return round_up(self.hidden + 4 * self.scales, ROW_BYTES)
 
     @property
-    def home_row_bytes(self) -> int:
+    def combine_row_bytes(self) -> int:
         """Bytes of a row of combine on the wire.
 
-        >>> ExchangeSpec(1, hidden=12, experts=8, topk=1, dtype="float32", wire={"combine": "float16"}).home_row_bytes
+        >>> spec = ExchangeSpec(1, hidden=12, experts=8, topk=1, dtype="float32", wire={"combine": "float16"})
+        >>> spec.combine_row_bytes
         32
         """
         return round_up(self.hidden * ITEM_BYTES[self.combine_wire], ROW_BYTES)
 
     @property
-    def home_width(self) -> int:
+    def combine_width(self) -> int:
         """Elements of a row of combine on the wire, padding included. So the 16 bytes of a status fit into a row."""
-        return self.home_row_bytes // ITEM_BYTES[self.combine_wire]
+        return self.combine_row_bytes // ITEM_BYTES[self.combine_wire]
 
     @property
     def scales(self) -> int:
@@ -275,7 +276,7 @@ def slots_layout(spec: ExchangeSpec, ranks: int) -> Layout:
             Region("dispatch_weights", (2, ranks, T, K), "float32"),
             # The last row is no slot: no rank writes it, so it stays zero. With layout `rank`, gaps point to it.
             Region("dispatch_rows", (2 * ranks * T + 1, H), spec.dtype),
-            Region("combine_rows", (2, ranks, T, spec.home_width), spec.combine_wire),
+            Region("combine_rows", (2, ranks, T, spec.combine_width), spec.combine_wire),
             Region("combine_weights", (2, ranks, T, K), "float32"),  # gradients of weights, beside those of rows
         ]
     )

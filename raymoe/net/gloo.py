@@ -4,8 +4,8 @@ The process group is private: the process-wide default group belongs to the user
 loopback address only. Its ranks find one another by a round of the world (`_Addresses`), and by no store of torch:
 Gloo's questions to a store have no limit.
 
-Gloo cannot name a rank that is missing. So each rank tells its peers the number of the collective that it enters
-(`EnteredNumbers`). A wait that fails names the first peer whose number lags behind.
+Gloo cannot name a rank that is missing. So each rank publishes the number of the collective that it enters
+(`EnteredNumbers`). A wait that fails names the first peer with a lower number.
 """
 
 from __future__ import annotations
@@ -29,23 +29,23 @@ from raymoe.memory.layout import Layout, Region
 from raymoe.memory.wait import Waiter
 from raymoe.memory.world import World
 
-_SLICE = timedelta(milliseconds=20)  # of one wait; limits the delay of an abort. Gloo wakes the waiter when it is done
+_SLICE = timedelta(milliseconds=20)  # one wait; it limits the delay of an abort. Gloo wakes the waiter when it is done
 _SLICE_OVER = "Operation timed out!"  # torch's message when the slice ends before the work does: not a failure
 gloo: Any = dist  # torch's stubs lack most of what a private group needs
 _c10d: Any = distributed_c10d
 LOOPBACK = "127.0.0.1"
 _CONNECT_WAITS = 5  # Gloo waits so many times its limit for a peer that connects
-_KEPT = 4  # ended operations that Gloo's threads may still hold: it has two threads, and each holds one at most
+_ENDED = 4  # ended operations that Gloo's threads may still hold: it has two threads, and each holds one at most
 
 
 class EnteredNumbers(Protocol):
-    """Tells which ranks have entered a collective. It carries no data and orders nothing."""
+    """The numbers of the collectives that ranks have entered. They carry no data and order nothing."""
 
     def enter(self, number: int) -> None:
-        """Tell the peers that this rank enters its collective `number`, counted from 1."""
+        """Publish that this rank enters its collective `number`, counted from 1."""
 
     def lagging(self, number: int) -> tuple[int, int]:
-        """Return the first peer that has not entered it, else the next peer; and the last that this peer entered."""
+        """Return the first peer that has not entered collective `number`, else the next peer, and the peer's number."""
 
 
 class PrivateGroup:
@@ -63,7 +63,7 @@ class PrivateGroup:
         self._entered = 0
         self._failure: RaymoeError | None = None
         self._running: list[dist.Work] = []
-        self._ended: deque[dist.Work] = deque(maxlen=_KEPT)
+        self._ended: deque[dist.Work] = deque(maxlen=_ENDED)
         for works in (self._running, self._ended):
             _keep(works)
 
@@ -81,9 +81,9 @@ class PrivateGroup:
         received, sent = list(received), list(sent)
         return self._start(op, lambda group: group.alltoall_base(out, rows, received, sent, gloo.AllToAllOptions()))
 
-    def all_gather(self, op: str, out: torch.Tensor, mine: torch.Tensor) -> Callable[[], None]:
-        """Start to gather `mine` of all ranks into `out`. Returns a function that waits for the end."""
-        return self._start(op, lambda group: group._allgather_base(out, mine, _c10d.AllgatherOptions()))
+    def all_gather(self, op: str, out: torch.Tensor, own: torch.Tensor) -> Callable[[], None]:
+        """Start to gather `own` of all ranks into `out`. Returns a function that waits for the end."""
+        return self._start(op, lambda group: group._allgather_base(out, own, _c10d.AllgatherOptions()))
 
     def lagging(self) -> int:
         """Return the first peer that has not entered the last collective; the next rank if all have."""
@@ -154,8 +154,8 @@ class PrivateGroup:
             raise PeerTimeout(op, self._entered, peer, self._entered, seen, waited, self._waiter.rank) from error
 
 
-class _Words:
-    """Numbers between the ranks of a domain: a word of each rank at each peer."""
+class _EnteredWords:
+    """`EnteredNumbers` of the ranks of a domain: a word of each rank at each peer."""
 
     def __init__(self, heap: Heap, rank: int, size: int) -> None:
         self._rank, self._everywhere = rank, [heap.words("entered", peer) for peer in range(size)]
@@ -180,7 +180,7 @@ class Gloo:
         self._world = world
         layout = Layout.of([Region.words("entered", world.size)])
         self._heap = world.allocate(layout, "gloo words")
-        words = _Words(self._heap, world.rank, world.size)
+        words = _EnteredWords(self._heap, world.rank, world.size)
         self._group = connected(Members("gloo", range(world.size), LOOPBACK), world, words)
         self.all_to_all, self.all_gather = self._group.all_to_all, self._group.all_gather
 
@@ -205,10 +205,10 @@ class Members:
 
 
 def connected(members: Members, world: World, numbers: EnteredNumbers) -> PrivateGroup:
-    """Connect a group. All ranks of the world call this, each with the members of its own, so several are made at once.
+    """Connect a group. All ranks of the world call this, each with the members of its own group.
 
     Either all ranks connect or all raise. Gloo gets half of the world's time. Where a rank does not come, those that
-    wait for it in Gloo are then still in time for the next round, which finds the rank that is missing.
+    wait for it in Gloo are then still in time for the next round, which names the rank that is missing.
     """
     what, address = members.what, members.address
     addresses = _Addresses(world, members)
@@ -241,20 +241,20 @@ class _Addresses(gloo.Store):  # type: ignore[misc]  # torch's stubs lack it
     def __init__(self, world: World, members: Members) -> None:
         super().__init__()
         self._world, self._members = world, members
-        self._mine: dict[str, bytes] = {}
+        self._own: dict[str, bytes] = {}
         self._all: dict[str, bytes] | None = None
 
     def swap(self) -> dict[str, bytes]:
-        """Swap addresses at the first call. Returns those of the members."""
+        """Swap addresses at the first call. Returns the members' addresses."""
         if self._all is None:
             self._all = {}  # not again where the round fails
-            everywhere: list[Any] = self._world.swap(self._mine, f"{self._members.what}: addresses")
+            everywhere: list[Any] = self._world.swap(self._own, f"{self._members.what}: addresses")
             for rank in self._members.ranks:
                 self._all |= everywhere[rank]
         return self._all
 
     def set(self, key: str, value: bytes) -> None:
-        self._mine[key] = value
+        self._own[key] = value
 
     def wait(self, keys: Sequence[str], timeout: timedelta | None = None) -> None:  # noqa: ARG002  the round has its own
         if missing := set(keys) - set(self.swap()):
@@ -264,9 +264,9 @@ class _Addresses(gloo.Store):  # type: ignore[misc]  # torch's stubs lack it
         return self.swap()[key]
 
 
-def _keep(kept: object) -> None:
+def _keep(value: object) -> None:
     """Keep an object until the process ends, also while Python frees everything at its end."""
-    ctypes.pythonapi.Py_IncRef(ctypes.py_object(kept))
+    ctypes.pythonapi.Py_IncRef(ctypes.py_object(value))
 
 
 def first_line(error: BaseException) -> str:

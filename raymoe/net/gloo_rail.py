@@ -10,7 +10,7 @@ import torch.distributed as dist
 from raymoe.errors import ConfigError, RaymoeError, WiringError
 from raymoe.memory.world import SpanningWorld, World
 from raymoe.net.gloo import Members, connected
-from raymoe.net.published import Published
+from raymoe.net.published import PublishedNumbers
 
 
 class GlooRail:
@@ -25,11 +25,11 @@ class GlooRail:
             raise WiringError("a rail by Gloo was asked for, and this torch was built without it; take another torch")
         self._world = world
         ranks = range(world.place, world.size, world.domain.size)
-        self._numbers = Published(world)
+        self._numbers = PublishedNumbers(world)
         self._group = connected(Members("rail", ranks, world.address), world, self._numbers)
 
-    def gather(self, op: str, out: torch.Tensor, mine: torch.Tensor) -> Callable[[], None]:
-        return self._group.all_gather(op, out, mine)
+    def gather(self, op: str, out: torch.Tensor, own: torch.Tensor) -> Callable[[], None]:
+        return self._group.all_gather(op, out, own)
 
     def swap(self, op: str, received: torch.Tensor, sent: torch.Tensor) -> Callable[[], None]:
         return self._group.all_to_all(op, received, sent)

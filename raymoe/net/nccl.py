@@ -66,11 +66,11 @@ def library() -> Any:
     reasons = []
     for name in ("libnccl.so.2", *map(str, beside_torch)):
         try:
-            found = ctypes.CDLL(name)
+            nccl = ctypes.CDLL(name)
         except OSError as error:
             reasons.append(str(error))
             continue
-        return _with_signatures(found)
+        return _with_signatures(nccl)
     raise WiringError(
         f"NCCL was asked for and its library cannot be loaded ({'; '.join(reasons)}); install a torch with NCCL"
     )
@@ -151,8 +151,8 @@ class Communicator:
         unique_id = _Id((ctypes.c_uint8 * ID_BYTES).from_buffer_copy(identity))
         if most_blocks is not None and bounds_blocks():
             config = _config(most_blocks)
-            made = self._nccl.ncclCommInitRankConfig(ctypes.byref(handle), size, unique_id, rank, ctypes.byref(config))
-            _check(_WITH_CONFIG, made)
+            code = self._nccl.ncclCommInitRankConfig(ctypes.byref(handle), size, unique_id, rank, ctypes.byref(config))
+            _check(_WITH_CONFIG, code)
         else:
             _check("ncclCommInitRank", self._nccl.ncclCommInitRank(ctypes.byref(handle), size, unique_id, rank))
         self._handle: ctypes.c_void_p | None = handle
@@ -292,7 +292,7 @@ class NcclGroup:
         It is the first peer with the lower count, or the first of all if none has one.
         """
         counts = [(peer, self._words[self.world.rank][peer], self._entered[peer]) for peer in peers]
-        return next((each for each in counts if each[1] < each[2]), counts[0])
+        return next((count for count in counts if count[1] < count[2]), counts[0])
 
     def abort(self) -> None:
         """End NCCL's kernels, also those that wait without end."""
@@ -324,7 +324,7 @@ class NcclGroup:
 
     def _operations(self, rows: Mapping[int, torch.Tensor]) -> list[tuple[int, int, int]]:
         """List member, address and bytes of each tensor that is not empty."""
-        return [(self._places[rank], each.data_ptr(), each.nbytes) for rank, each in rows.items() if each.nbytes]
+        return [(self._places[rank], block.data_ptr(), block.nbytes) for rank, block in rows.items() if block.nbytes]
 
     def _stream(self) -> int:
         return current_stream(self.world.device)
@@ -333,10 +333,10 @@ class NcclGroup:
 def connect(world: World, members: Sequence[int], most_blocks: int | None = None) -> Communicator | None:
     """Connect these ranks of a world, in this order, by an id of the first. A rank that is no member gets None.
 
-    `most_blocks` is that of `Communicator`. All ranks of the world call this, each with the members of its own one. So
-    several that share no rank can be made at once.
+    `Communicator` explains `most_blocks`. All ranks of the world call this, each with the members of its own
+    communicator. So several that share no rank can be made at once.
     """
-    made, problem = None, None
+    communicator, problem = None, None
     me = members.index(world.rank) if world.rank in members else None
     try:
         identity = new_id() if me == 0 else b""
@@ -347,28 +347,28 @@ def connect(world: World, members: Sequence[int], most_blocks: int | None = None
     try:
         if me is not None:
             assert isinstance(identity_of_first, bytes)
-            made = _connect_members(world, identity_of_first, members, most_blocks)
+            communicator = _connect_members(world, identity_of_first, members, most_blocks)
     except (RaymoeError, RuntimeError) as error:
         reason = (str(error).splitlines() or ["no reason given"])[0]
         problem = WiringError(f"NCCL did not connect: {reason}")
     world.agree(problem, "nccl: connected")
-    return made
+    return communicator
 
 
 def _connect_members(world: World, identity: bytes, members: Sequence[int], most_blocks: int | None) -> Communicator:
     """Make a communicator that is connected. Bounded, because NCCL waits without end for a member that has died."""
-    made: list[Communicator] = []
+    communicators: list[Communicator] = []
 
     def connect_all() -> None:
         with torch.cuda.device(world.device):
-            made.append(Communicator(identity, members.index(world.rank), len(members), most_blocks))
-            _exchange_a_byte(made[0], world, members)
+            communicators.append(Communicator(identity, members.index(world.rank), len(members), most_blocks))
+            _exchange_a_byte(communicators[0], world, members)
 
     peers = [rank for rank in members if rank != world.rank]
     limit_s, connection = max(CONNECT_S, world.timeout_s), BackgroundWait(connect_all)
     if not world.waiter.until("nccl: connect", (peers or members)[0], connection.done, limit_s):
         raise WiringError(f"its ranks {', '.join(map(str, members))} did not all come within {limit_s:g} s")
-    return made[0]
+    return communicators[0]
 
 
 def _exchange_a_byte(communicator: Communicator, world: World, members: Sequence[int]) -> None:
@@ -376,7 +376,7 @@ def _exchange_a_byte(communicator: Communicator, world: World, members: Sequence
     size, device = len(members), world.device
     out, into = (torch.zeros(size, dtype=torch.uint8, device=device) for _ in range(2))
     peers = [place for place in range(size) if members[place] != world.rank]
-    bytes_to, bytes_from = ([(place, each.data_ptr() + place, 1) for place in peers] for each in (out, into))
+    bytes_to, bytes_from = ([(place, memory.data_ptr() + place, 1) for place in peers] for memory in (out, into))
     communicator.exchange(bytes_to, bytes_from, current_stream(device))
     torch.cuda.synchronize(device)
 

@@ -39,15 +39,15 @@ from raymoe.cuda.gpu import HostWords
 from raymoe.errors import ConfigError, PeerTimeout, RaymoeError, WiringError
 from raymoe.memory.address import LOOPBACK
 from raymoe.memory.world import CLOSING_S, SpanningWorld, World
-from raymoe.net.blocks import RAIL_BLOCKS
 from raymoe.net.nccl import BackgroundWait, Communicator, connect, current_stream
-from raymoe.net.published import Published
+from raymoe.net.published import PublishedNumbers
+from raymoe.net.rail import RAIL_BLOCKS
 
 _Blocks = tuple[torch.Tensor, ...]
 """The blocks that go to one domain, or come from it."""
 MARGIN_S = 1.0
 """A wait of the host lasts so much longer than those of kernels: a kernel that waits in vain names its peer better."""
-_LONG_S = 0.05  # a wait that is longer asks who is late
+_LONG_S = 0.05  # a longer wait asks the store which rank is late
 
 
 class NcclRail:
@@ -59,7 +59,7 @@ class NcclRail:
         if not isinstance(world, SpanningWorld):
             raise ConfigError(f"a rail was asked for in a world of {world.domains} domain; rails are between domains")
         self._world, self._me = world, world.domain_index
-        self._numbers, self._entered = Published(world), 0
+        self._numbers, self._entered = PublishedNumbers(world), 0
         self._failure: RaymoeError | None = None
         self._connected: Communicator | None = None
         self._forget: Callable[[], None] = lambda: None
@@ -76,14 +76,14 @@ class NcclRail:
             raise
         self._forget = world.waiter.on_abort(lambda _: self.abort())
 
-    def gather(self, op: str, out: torch.Tensor, mine: torch.Tensor) -> Callable[[], None]:
-        """Enqueue a gather. `mine` may be this rank's block of `out`."""
+    def gather(self, op: str, out: torch.Tensor, own: torch.Tensor) -> Callable[[], None]:
+        """Enqueue a gather. `own` may be this rank's block of `out`."""
         blocks = out.view(self._world.domains, -1)
-        own = blocks[self._me]
+        own_block = blocks[self._me]
         with on(out.device):
-            if own.data_ptr() != mine.data_ptr():
-                own.copy_(mine.view(-1))
-            self._exchange(op, [(own,)] * len(blocks), [(block,) for block in blocks])
+            if own_block.data_ptr() != own.data_ptr():
+                own_block.copy_(own.view(-1))
+            self._exchange(op, [(own_block,)] * len(blocks), [(block,) for block in blocks])
         return _nothing
 
     def swap(self, op: str, received: torch.Tensor, sent: torch.Tensor) -> Callable[[], None]:
@@ -190,14 +190,14 @@ class NcclRail:
             raise copy.copy(self._failure) from error
 
     def _lost(self, op: str) -> RaymoeError:
-        """Return the error that names the peer that is gone. The others get time to say that they are there."""
+        """Return the error that names the peer that is gone. The other peers get time to publish their numbers."""
         number, start = self._entered, time.monotonic()
         try:
             peer, seen = self._numbers.lagging(number)
             while time.monotonic() - start < MARGIN_S:
                 time.sleep(_LONG_S)
                 peer, seen = self._numbers.lagging(number)
-        except RaymoeError as error:  # a rank has said why it failed
+        except RaymoeError as error:  # a rank has published why it failed
             return error
         return PeerTimeout(op, number, peer, number, seen, time.monotonic() - start, self._world.rank)
 
@@ -222,11 +222,11 @@ def environment(world: SpanningWorld) -> dict[str, str]:
     """Return the variables that NCCL needs between pretended domains; none where each domain has a machine."""
     if not world.pretended:
         return {}
-    own = f"rank{world.rank}-{os.getpid()}" if world.member.share_gpu else f"domain{world.domain_index}"
-    found = {"NCCL_HOSTID": f"raymoe-{world.name}-{own}"}
+    host = f"rank{world.rank}-{os.getpid()}" if world.member.share_gpu else f"domain{world.domain_index}"
+    variables = {"NCCL_HOSTID": f"raymoe-{world.name}-{host}"}
     if world.address == LOOPBACK:
-        found["NCCL_SOCKET_IFNAME"] = "lo"
-    return found
+        variables["NCCL_SOCKET_IFNAME"] = "lo"
+    return variables
 
 
 def _nothing() -> None:

@@ -19,19 +19,20 @@ from typing import Any
 from raymoe.errors import RaymoeError
 from raymoe.memory.world import SpanningWorld
 
-_EVERY_S = 0.2  # how often a rank that waits asks: its questions share the link with the rows
-_ASKING_S = 1.0  # for one question to the store. A wait ends late by as much where rank 0 does not answer
+_EVERY_S = 0.2  # how often a rank that waits asks the store: its questions share the link with the rows
+_ANSWER_S = 1.0  # the limit of one question. A wait ends late by as much where rank 0 does not answer
 _FAILED = "failed"
 
 
-class Published:
-    """Each rank that waits publishes the number of its operation."""
+class PublishedNumbers:
+    """The numbers of operations that ranks publish while they wait, and the reason of a rank that failed."""
 
     def __init__(self, world: SpanningWorld) -> None:
         self._me, self._domains = world.domain_index, world.domains
         self._per_domain, self._place = world.domain.size, world.place
         self._store = world.store
-        self._asked, self._found, self._ask_at = 0, (0, 0), 0.0
+        self._number, self._late, self._ask_at = 0, (0, 0), 0.0
+        """The number that `lagging` was called with last, its answer, and the time of the next question."""
         self._check_at = 0.0
         self._seen = [0] * world.domains
         """The largest number of each peer so far. Another program may put an older record of a peer into the store."""
@@ -45,13 +46,13 @@ class Published:
         Raises the reason of a rank that has failed, and `WiringError` for a record that no rank has written.
         """
         peers = [(self._me + step) % self._domains for step in range(1, self._domains)]
-        if self._asked < number:  # the question before the first slice
-            self._asked, self._ask_at = number, 0.0
+        if self._number < number:  # the question before the first slice
+            self._number, self._ask_at = number, 0.0
             return self._rank(peers[0]), number - 1
         if time.monotonic() >= self._ask_at:
-            self._found = self._first_late(peers, number)
+            self._late = self._first_late(peers, number)
             self._ask_at = time.monotonic() + _EVERY_S
-        return self._found
+        return self._late
 
     def fail(self, reason: str) -> None:
         """Publish why this rank leaves its operation. Best effort: without it the others wait until their deadlines."""
@@ -103,7 +104,7 @@ class Published:
         return self._store.address.opened(key, self._ask("get", key), what).decode()
 
     def _ask(self, method: str, *arguments: object) -> Any:
-        return self._store.ask(method, *arguments, timeout_s=_ASKING_S)
+        return self._store.ask(method, *arguments, timeout_s=_ANSWER_S)
 
     def _key(self, domain: int) -> str:
         return f"entered by {self._rank(domain)}"

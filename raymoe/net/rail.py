@@ -4,24 +4,13 @@ A row crosses the network on the rail of its source, and NVLink or shared memory
 the network to one rank of each other domain, and all rails of a world work side by side.
 
 There are two engines: Gloo between CPU ranks (`raymoe.net.gloo_rail`) and NCCL between GPU ranks
-(`raymoe.net.nccl_rail`). An engine whose kernels start the transfers themselves can take their place if it keeps the
-promises of `Rail`:
+(`raymoe.net.nccl_rail`). Both keep these promises:
 
 - Blocks have sizes that are known when an operation starts, so it needs no counts from the device.
 - Operations are in one order on all ranks of the rail. An engine may match messages by that order alone.
 - A wait ends by data, by the deadline of the world (`PeerTimeout`, which names a rank of the world), or by
-  `World.abort` (`Aborted`). An engine that polls on a device must therefore read a deadline and an abort word there.
+  `World.abort` (`Aborted`).
 - After a failed wait, or `abort`, the rail raises in every call, and does not touch the caller's tensors any more.
-
-NCCL's GIN, by which kernels put rows into memory of peers, could be such an engine. It needs NCCL 2.30 or newer, and
-RDMA or GDRCopy. Beside chunks it would need to keep:
-
-- A rank puts rows into memory of a peer only when the peer has asked for this crossing. A peer may be one operation
-  behind, and still read the rows of the last one: there is one buffer (`RAIL_UNASKED` in tests/explorer/fault.py).
-- The word of a chunk, or the signal, comes when all rows of the chunk have landed at the peer, not when they were sent.
-- Its kernels wait for signals with the world's deadline, and read the abort word while they wait.
-- `abort` sets `DeviceRail.aborted` first. Puts of peers may land after it. They announce no chunk, and the memory stays
-  registered as long.
 
 Between GPU ranks an operation is enqueued on the current stream, and later work of the stream sees its result. The
 function that waits for its end then does nothing. `settle` is the wait of the host, which has a limit.
@@ -34,6 +23,9 @@ from typing import Protocol
 
 import torch
 
+RAIL_BLOCKS = 8
+"""The most blocks of NCCL's kernels on a rail. Each may hold an SM of its own while a dispatch runs. Not timed."""
+
 
 class Rail(Protocol):
     """One rank's end of its rail. Blocks are in the order of the domains; this rank's own block is one of them."""
@@ -41,8 +33,8 @@ class Rail(Protocol):
     capturable: bool
     """Whether operations can be captured in a CUDA graph."""
 
-    def gather(self, op: str, out: torch.Tensor, mine: torch.Tensor) -> Callable[[], None]:
-        """Start to gather the blocks `mine` of all domains into `out`, whose first dimension is N times as long.
+    def gather(self, op: str, out: torch.Tensor, own: torch.Tensor) -> Callable[[], None]:
+        """Start to gather the blocks `own` of all domains into `out`, whose first dimension is N times as long.
 
         Returns a function that waits for the end. Until then both tensors belong to the rail.
         """
@@ -59,13 +51,13 @@ class Rail(Protocol):
     def lagging(self) -> int:
         """Return the rank, by its number in the world, that holds up the operation which this rank waits for.
 
-        It may ask the network. Its answer is of use while a wait lasts: ranks need not tell how far they are before.
+        It may ask the network. Call it during a wait only: ranks need not publish how far they are before.
         """
 
     def fail(self, reason: str) -> None:
-        """Tell the ranks of all rails why this rank leaves an operation that they are in, then `abort`.
+        """Publish to the ranks of all rails why this rank leaves an operation that they are in, then `abort`.
 
-        Their waits end early, with an error that says `reason`. Where it does not reach them, they wait until their
+        Their waits end early, with an error that says `reason`. Ranks that the reason does not reach wait until their
         deadlines.
         """
 
@@ -75,7 +67,7 @@ class Rail(Protocol):
     def abort(self) -> None:
         """End this rank's operations, also those that wait, without their data. Any thread may call it, also twice.
 
-        Later calls raise. Peers are not told: their waits for this rank end by their own deadlines or aborts.
+        Later calls raise. Peers get no message: their waits for this rank end by their own deadlines or aborts.
         """
 
     def close(self, together: bool) -> None:

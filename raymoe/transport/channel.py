@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from raymoe.net.nccl import NcclGroup
 
 MAX_BYTES = 1 << 40
-"""Of one message: more than the memory of any GPU, and small enough that no size overflows."""
+"""The most bytes of one message: more than the memory of any GPU, and so few that no size overflows."""
 
 
 class Channel:
@@ -125,7 +125,7 @@ class Channel:
         return received.view(dtype).view(view)
 
     def release(self) -> None:
-        """Tell the peer that the last received message has been read, so that it may send the next.
+        """Release the last received message, so that the peer may send the next.
 
         With `get` the message is a copy, and this does nothing. It does nothing either if no message is held.
         """
@@ -216,10 +216,10 @@ class Channel:
             )
         if message.device != self.world.device:
             raise ConfigError(f"the message is on {message.device}; this world's ranks are on {self.world.device}")
-        found = message.numel() * message.element_size()
-        if found != self.nbytes:
+        nbytes = message.numel() * message.element_size()
+        if nbytes != self.nbytes:
             raise ConfigError(
-                f"the message has {found} bytes ({message.dtype} {list(message.shape)}); this channel was made for "
+                f"the message has {nbytes} bytes ({message.dtype} {list(message.shape)}); this channel was made for "
                 f"messages of exactly {self.nbytes}"
             )
         if not message.is_contiguous():
@@ -277,8 +277,8 @@ class _OpenChannels:
         self._groups += groups
 
     def remove(self, channel: Channel, groups: list[NcclGroup]) -> None:
-        self._channels = [each for each in self._channels if each() not in (channel, None)]
-        self._groups = [each for each in self._groups if each not in groups]
+        self._channels = [reference for reference in self._channels if reference() not in (channel, None)]
+        self._groups = [group for group in self._groups if group not in groups]
 
     def close(self, together: bool) -> None:
         with ExitStack() as cleanup:  # runs from the last to the first, all of them even if one raises
@@ -334,17 +334,17 @@ def _agreed_pairs(world: World, peer: object, nbytes: object, *kind: object) -> 
         problem = f"nbytes is {nbytes!r}; a whole number from 0 to {MAX_BYTES} is needed"
     elif any(type(name) is not str for name in kind):
         problem = f"protocol and transport are {kind[0]!r} and {kind[1]!r}; names are needed"
-    asked = (peer, {"nbytes": nbytes, "protocol": kind[0], "transport": kind[1]})
-    found = world.swap(asked if problem is None else problem, "channel: peers")
+    own = (peer, {"nbytes": nbytes, "protocol": kind[0], "transport": kind[1]})
+    everywhere = world.swap(own if problem is None else problem, "channel: peers")
     if problem is not None:
         raise ConfigError(problem)
     peers = []
-    for rank, other in enumerate(found):
+    for rank, other in enumerate(everywhere):
         if isinstance(other, str):
             raise ConfigError(f"rank {rank}: {other}")
         assert isinstance(other, tuple)
         peers.append(other[0])
-        for name, value in asked[1].items():
+        for name, value in own[1].items():
             if other[1][name] != value:
                 raise ConfigError(
                     f"{name} is {other[1][name]!r} on rank {rank} and {value!r} on rank {world.rank}; all ranks must "
@@ -360,13 +360,13 @@ def _communicators(world: World, pairs: Sequence[tuple[int, int]], undo: ExitSta
     """
     from raymoe.net.nccl import NcclGroup
 
-    made = []
+    groups = []
     for pair in pairs:
         if pair[0] < pair[1]:
-            made.append(NcclGroup(world, pair))
-            undo.callback(made[-1].close)
-            undo.callback(made[-1].abort)
-    return made
+            groups.append(NcclGroup(world, pair))
+            undo.callback(groups[-1].close)
+            undo.callback(groups[-1].abort)
+    return groups
 
 
 def _overlap(a: torch.Tensor, b: torch.Tensor) -> bool:

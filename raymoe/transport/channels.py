@@ -27,7 +27,7 @@ import torch
 from raymoe.errors import ConfigError, RaymoeError
 from raymoe.memory.world import World
 from raymoe.transport.choice import choose_transport
-from raymoe.transport.spec import PROTOCOLS, ChannelSpec, Lane, Mover, Requests, agree
+from raymoe.transport.spec import PROTOCOLS, ChannelSpec, Mailbox, Mover, Requests, agree
 
 if TYPE_CHECKING:
     from raymoe.net.nccl import NcclGroup
@@ -55,7 +55,7 @@ def open_mover(world: World, spec: ChannelSpec, transport: str, group: NcclGroup
 __all__ = ["PROTOCOLS", "ChannelSpec", "Channels"]
 
 ABORT_S = 1.0
-"""How long a stream may go on after this rank was told to stop."""
+"""How long a stream may go on after an abort of this rank."""
 
 _PAUSE_S = 50e-6
 
@@ -72,7 +72,7 @@ class Channels:
         """The transport in use, the SMs that it takes on a rank, and whether a CUDA graph can capture it."""
         self._sent: dict[tuple[int, int], int] = {}  # messages by channel, without those that named their slot
         self._received: dict[tuple[int, int], int] = {}
-        self._held: dict[int, Lane] = {}  # received and not released, the oldest first
+        self._held: dict[int, Mailbox] = {}  # received and not released, the oldest first
         self._batch: Requests | None = None
         self.broken: RaymoeError | None = None
         name = f"channels by {self.transport} of rank {world.rank} of world {world.name!r}"
@@ -86,34 +86,34 @@ class Channels:
 
     def send(self, destination: int, message: torch.Tensor, slot: int | None = None) -> None:
         """Send one message, in the next slot unless one is named. Waits until that slot's last message is released."""
-        lane = self._lane(self._sent, (self.world.rank, destination), slot)
-        self._add(Requests(sends=[(lane, self._flat(message))]))
-        self._count(self._sent, lane, slot)
+        mailbox = self._mailbox(self._sent, (self.world.rank, destination), slot)
+        self._add(Requests(sends=[(mailbox, self._flat(message))]))
+        self._count(self._sent, mailbox, slot)
 
     def receive(self, source: int, slot: int | None = None) -> torch.Tensor:
         """Receive the next message from `source`. It is valid until it is released or its slot is received again."""
-        lane = self._lane(self._received, (source, self.world.rank), slot)
-        self._add(Requests(releases=self._take_held(lane), receives=[lane]))
-        self._count(self._received, lane, slot)
+        mailbox = self._mailbox(self._received, (source, self.world.rank), slot)
+        self._add(Requests(releases=self._take_held(mailbox), receives=[mailbox]))
+        self._count(self._received, mailbox, slot)
         if self.spec.protocol == "put":
-            self._held[lane.number] = lane
-        return self._shaped(self._mover_in_use().received(lane))
+            self._held[mailbox.number] = mailbox
+        return self._shaped(self._mover_in_use().received(mailbox))
 
     def release(self, source: int, slot: int | None = None) -> None:
         """Release the oldest held message from `source`, or the one in `slot`: its sender may send the next there."""
         pair = source, self.world.rank
-        named = self.spec.lane(*pair, slot or 0)
-        held = [lane for lane in self._held.values() if (lane.source, lane.destination) == pair]
-        for lane in [lane for lane in held if slot is None or lane == named][:1]:
-            self._add(Requests(releases=self._take_held(lane)))
+        named = self.spec.mailbox(*pair, slot or 0)
+        held = [mailbox for mailbox in self._held.values() if (mailbox.source, mailbox.destination) == pair]
+        for mailbox in [mailbox for mailbox in held if slot is None or mailbox == named][:1]:
+            self._add(Requests(releases=self._take_held(mailbox)))
 
     def send_buffer(self, destination: int, slot: int | None = None) -> torch.Tensor:
         """Return the slot of the next message with `get`. A message written here is sent without a copy."""
         pair = self.world.rank, destination
-        lane = self.spec.lane(*pair, self._sent.get(pair, 0) % self.spec.slots if slot is None else slot)
+        mailbox = self.spec.mailbox(*pair, self._sent.get(pair, 0) % self.spec.slots if slot is None else slot)
         if self.spec.protocol != "get":
             raise ConfigError("with put the slots are at the receivers; write the message anywhere and send it")
-        return self._shaped(self._mover_in_use().send_buffer(lane))
+        return self._shaped(self._mover_in_use().send_buffer(mailbox))
 
     @contextmanager
     def together(self) -> Iterator[None]:
@@ -167,14 +167,14 @@ class Channels:
         if self._batch is None:
             self._run(batch)
             return
-        busy = [lane for lane in self._batch.receives if lane in batch.receives]
-        busy += [lane for lane, _ in self._batch.sends if lane in [other for other, _ in batch.sends]]
+        busy = [mailbox for mailbox in self._batch.receives if mailbox in batch.receives]
+        busy += [mailbox for mailbox, _ in self._batch.sends if mailbox in [other for other, _ in batch.sends]]
         if busy:
             raise ConfigError(
                 f"two messages from rank {busy[0].source} to rank {busy[0].destination} together in one slot; a "
                 f"channel carries as many at a time as it has slots, here {self.spec.slots}"
             )
-        early = [lane for lane in batch.releases if lane in self._batch.receives]
+        early = [mailbox for mailbox in batch.releases if mailbox in self._batch.receives]
         if early:
             raise ConfigError(
                 f"a message from rank {early[0].source} to be released together with its receive; it arrives only at "
@@ -195,17 +195,17 @@ class Channels:
             self.broken = error
             raise
 
-    def _take_held(self, lane: Lane) -> list[Lane]:
-        """Remove the lane from those with a held message; empty if it has none."""
-        return [self._held.pop(lane.number)] if lane.number in self._held else []
+    def _take_held(self, mailbox: Mailbox) -> list[Mailbox]:
+        """Remove the mailbox from `_held` and return it; return nothing if it holds no message."""
+        return [self._held.pop(mailbox.number)] if mailbox.number in self._held else []
 
-    def _lane(self, counts: dict[tuple[int, int], int], pair: tuple[int, int], slot: int | None) -> Lane:
+    def _mailbox(self, counts: dict[tuple[int, int], int], pair: tuple[int, int], slot: int | None) -> Mailbox:
         if self.broken is not None:
             raise self.broken
-        return self.spec.lane(*pair, counts.get(pair, 0) % self.spec.slots if slot is None else slot)
+        return self.spec.mailbox(*pair, counts.get(pair, 0) % self.spec.slots if slot is None else slot)
 
-    def _count(self, counts: dict[tuple[int, int], int], lane: Lane, slot: int | None) -> None:
-        pair = lane.source, lane.destination
+    def _count(self, counts: dict[tuple[int, int], int], mailbox: Mailbox, slot: int | None) -> None:
+        pair = mailbox.source, mailbox.destination
         counts[pair] = counts.get(pair, 0) + (slot is None)
 
     def _mover_in_use(self) -> Mover:
@@ -219,8 +219,8 @@ class Channels:
     def _flat(self, message: torch.Tensor) -> torch.Tensor:
         dtype: torch.dtype = getattr(torch, self.spec.dtype)
         if tuple(message.shape) != self.spec.shape or message.dtype != dtype:
-            want, found = f"{dtype} {list(self.spec.shape)}", f"{message.dtype} {list(message.shape)}"
-            raise ConfigError(f"{found} to be copied into {want}; both ends need one shape and dtype")
+            want, have = f"{dtype} {list(self.spec.shape)}", f"{message.dtype} {list(message.shape)}"
+            raise ConfigError(f"{have} to be copied into {want}; both ends need one shape and dtype")
         if message.device != self.world.device:
             raise ConfigError(
                 f"the message is on {message.device}; the ranks of these channels are on {self.world.device}"

@@ -182,7 +182,7 @@ def why_no_tma(gpus: Sequence[GpuFacts]) -> str | None:
     """
     for rank, gpu in enumerate(gpus):
         if gpu.capability < TMA_CAPABILITY:
-            has, needs = (".".join(map(str, each)) for each in (gpu.capability, TMA_CAPABILITY))
+            has, needs = (".".join(map(str, version)) for version in (gpu.capability, TMA_CAPABILITY))
             return f"{gpu.name} of rank {rank} has compute capability {has}, and tma needs {needs} or more"
     return None
 
@@ -208,8 +208,8 @@ def choose_transport(world: World, spec: ChannelSpec) -> str:
     """Choose the transport of these channels, the same on all ranks."""
     if world.device.type == "cpu":
         return "host" if spec.transport == "auto" else spec.transport
-    mine = GpuFacts(world.gpu.name, world.gpu.capability)
-    gpus = [found for found in world.swap(mine, "channels: gpus") if isinstance(found, GpuFacts)]
+    own_facts = GpuFacts(world.gpu.name, world.gpu.capability)
+    gpus = [facts for facts in world.swap(own_facts, "channels: gpus") if isinstance(facts, GpuFacts)]
     refuse_impossible_tma(spec, gpus)  # all ranks check the same GPUs, so all raise
     if spec.transport != "auto":
         return spec.transport

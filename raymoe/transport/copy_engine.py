@@ -8,7 +8,7 @@ sets it to 1. The reader waits for 1 and sets it back to 0 before it allows the 
                              channels are made: the slot is free. The sender sets it to 0 before it sets `sent`.
 
 So a word is never set while it is 1, and never set back while the set is in flight: at any moment one of the two ends
-holds the lane. `tests/unit/transport/test_transport_words.py` explores every interleaving.
+holds the mailbox. `tests/unit/transport/test_transport_words.py` explores every interleaving.
 
 A stream memory operation fences at system scope before it stores. This orders the bytes of the copy before `sent` and
 the reader's loads before `taken`. The operations of a batch run in its order.
@@ -28,7 +28,7 @@ from typing import Any
 from raymoe.cuda.driver import bindings, call
 from raymoe.memory.watchdog import Watchdog, WatchedWord
 from raymoe.memory.world import World
-from raymoe.transport.device_lanes import GpuMover, OrderedBatch
+from raymoe.transport.gpu_mover import GpuMover, OrderedBatch
 from raymoe.transport.spec import ChannelSpec
 
 MAX_BATCH = 255
@@ -36,7 +36,7 @@ MAX_BATCH = 255
 
 
 class CopyEngineMover(GpuMover):
-    """Moves messages by the copy engine. The stream memory operations of a lane are made once."""
+    """Moves messages by the copy engine. The stream memory operations of a mailbox are made once."""
 
     name = "copy_engine"
     capturable = True
@@ -46,24 +46,24 @@ class CopyEngineMover(GpuMover):
         self.sms: int | None = 0
         watched: list[WatchedWord] = []
         waits: dict[tuple[str, int], int] = {}
-        for lane in spec.lanes:
-            if lane.source == world.rank:
-                waits["taken", lane.number] = len(watched)
-                watched.append(WatchedWord("send", lane.destination, self.lanes.word("taken", lane, world.rank)))
+        for mailbox in spec.mailboxes:
+            if mailbox.source == world.rank:
+                waits["taken", mailbox.number] = len(watched)
+                watched.append(WatchedWord("send", mailbox.destination, self.word("taken", mailbox, world.rank)))
                 with world.gpu.current():
-                    call("cuMemsetD32", self.lanes.word("taken", lane, world.rank), 1, 1)
-            if lane.destination == world.rank:
-                waits["sent", lane.number] = len(watched)
-                watched.append(WatchedWord("receive", lane.source, self.lanes.word("sent", lane, world.rank)))
+                    call("cuMemsetD32", self.word("taken", mailbox, world.rank), 1, 1)
+            if mailbox.destination == world.rank:
+                waits["sent", mailbox.number] = len(watched)
+                watched.append(WatchedWord("receive", mailbox.source, self.word("sent", mailbox, world.rank)))
         world.gpu.synchronise()
         self._watchdog = Watchdog(world, watched)
         self._waits: dict[tuple[str, int], list[Any]] = {}
         self._signals: dict[tuple[str, int], list[Any]] = {}
         for (name, number), index in waits.items():
             self._waits[name, number] = _wait(watched[index].address, self._watchdog.host_address(index))
-        for lane in spec.lanes:
-            self._signals["sent", lane.number] = [_write(self.lanes.word("sent", lane, lane.destination), 1)]
-            self._signals["taken", lane.number] = [_write(self.lanes.word("taken", lane, lane.source), 1)]
+        for mailbox in spec.mailboxes:
+            self._signals["sent", mailbox.number] = [_write(self.word("sent", mailbox, mailbox.destination), 1)]
+            self._signals["taken", mailbox.number] = [_write(self.word("taken", mailbox, mailbox.source), 1)]
 
     def enqueue(self, batch: OrderedBatch, stream: int) -> None:
         """Enqueue all in one stream: copies side by side, each on its own engine, are slower (`turn_of`)."""
@@ -74,17 +74,17 @@ class CopyEngineMover(GpuMover):
                 self._flush(pending, stream)
                 call("cuMemcpyAsync", into, source, self.spec.nbytes, stream)
 
-        for lane in batch.releases:
-            pending += self._signals["taken", lane.number]
-        for lane, message in batch.sends:
-            pending += self._waits["taken", lane.number]
-            copy(self.lanes.slot(lane), message)
-            pending += self._signals["sent", lane.number]
-        for lane in batch.receives:
-            pending += self._waits["sent", lane.number]
+        for mailbox in batch.releases:
+            pending += self._signals["taken", mailbox.number]
+        for mailbox, message in batch.sends:
+            pending += self._waits["taken", mailbox.number]
+            copy(self.slot(mailbox), message)
+            pending += self._signals["sent", mailbox.number]
+        for mailbox in batch.receives:
+            pending += self._waits["sent", mailbox.number]
             if self.spec.protocol == "get":
-                copy(self.lanes.received(lane).data_ptr(), self.lanes.slot(lane))
-                pending += self._signals["taken", lane.number]
+                copy(self.received(mailbox).data_ptr(), self.slot(mailbox))
+                pending += self._signals["taken", mailbox.number]
         self._flush(pending, stream)
 
     def check(self) -> None:

@@ -1,4 +1,4 @@
-"""Launch kernels/copy/copy.cu: its parameters, and how its blocks share the lanes."""
+"""Launch kernels/copy/copy.cu: its parameters, and how its blocks share the transfers."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from raymoe.errors import ConfigError
 # The ring of bulk copies (kernels/include/raymoe/base/ring.cuh).
 
 MAX_STAGE_BYTES = (1 << 20) - 16
-"""Because an mbarrier counts at most 2^20 - 1 bytes a phase."""
+"""An mbarrier counts at most 2^20 - 1 bytes a phase."""
 
 
 @dataclass(frozen=True)
@@ -44,12 +44,12 @@ class Ring:
         return self.stages * (self.stage_bytes + 8)
 
 
-THREADS, LANES = 128, 32
+THREADS, MOST_TRANSFERS = 128, 32
 
 
 @dataclass(frozen=True)
-class CopyLane(Params):
-    """A message, or a wait or signal without bytes. Twin of the struct in copy/lanes.cuh, which explains the words."""
+class Transfer(Params):
+    """A message to move, or a wait or signal without bytes. Twin of the struct in copy/transfers.cuh."""
 
     dst: Address
     src: Address
@@ -73,9 +73,9 @@ class CopyLane(Params):
 
 @dataclass(frozen=True)
 class CopyParams(Params):
-    """Twin of the struct in kernels/include/raymoe/copy/lanes.cuh."""
+    """Twin of the struct in kernels/include/raymoe/copy/transfers.cuh."""
 
-    lanes: Annotated[tuple[CopyLane, ...], CopyLane.array(LANES)]
+    transfers: Annotated[tuple[Transfer, ...], Transfer.array(MOST_TRANSFERS)]
     watch: Watch
     count: U32
     movers: U32
@@ -84,15 +84,15 @@ class CopyParams(Params):
     pace_ns: U32 = 0
 
 
-COPY = KernelSource("copy/copy", (CopyLane, CopyParams, *STRUCTS))
+COPY = KernelSource("copy/copy", (Transfer, CopyParams, *STRUCTS))
 
 
 @dataclass(frozen=True)
 class Spread:
-    """The blocks that move each lane's bytes, each through a ring of its own.
+    """The blocks that move each transfer's bytes, each through a ring of its own.
 
-    By default every lane has its own blocks. With `in_turn` all lanes share the same blocks, which move them one after
-    the other. `gbps` limits the throughput of all blocks together; 0 means no limit.
+    By default every transfer has its own blocks. With `in_turn` all transfers share blocks, which move one after the
+    other. `gbps` limits the throughput of all blocks together; 0 means no limit.
 
     >>> Spread(16, Ring(12, 16384), in_turn=True, gbps=365).pace_ns(16)  # a block stores a stage every 0.7 us
     718
@@ -107,35 +107,35 @@ class Spread:
         return round(movers * self.ring.stage_bytes / self.gbps) if self.gbps else 0
 
 
-def copy_params(lanes: Sequence[CopyLane], spread: Spread, watch: Watch) -> CopyParams:
-    """Assign blocks to the lanes, and make the kernel's parameters.
+def copy_params(transfers: Sequence[Transfer], spread: Spread, watch: Watch) -> CopyParams:
+    """Assign blocks to the transfers, and make the kernel's parameters.
 
-    >>> lanes = [CopyLane(64, 0, 16), CopyLane(0, 0, 0), CopyLane(128, 0, 16)]
-    >>> own, shared = (copy_params(lanes, Spread(2, in_turn=turns), Watch()) for turns in (False, True))
-    >>> [(lane.first, lane.blocks) for lane in own.lanes], own.movers
+    >>> transfers = [Transfer(64, 0, 16), Transfer(0, 0, 0), Transfer(128, 0, 16)]
+    >>> own, shared = (copy_params(transfers, Spread(2, in_turn=turns), Watch()) for turns in (False, True))
+    >>> [(transfer.first, transfer.blocks) for transfer in own.transfers], own.movers
     ([(0, 2), (0, 0), (2, 2)], 4)
-    >>> [(lane.first, lane.blocks) for lane in shared.lanes], shared.movers
+    >>> [(transfer.first, transfer.blocks) for transfer in shared.transfers], shared.movers
     ([(0, 2), (0, 0), (0, 2)], 2)
     """
-    if not 1 <= len(lanes) <= LANES:
-        raise ConfigError(f"{len(lanes)} lanes in one copy; there are 1 to {LANES}")
-    if any(lane.credit for lane in lanes) and not watch.poison:
+    if not 1 <= len(transfers) <= MOST_TRANSFERS:
+        raise ConfigError(f"{len(transfers)} transfers in one copy; there are 1 to {MOST_TRANSFERS}")
+    if any(transfer.credit for transfer in transfers) and not watch.poison:
         raise ConfigError("a copy that waits for a credit needs a watch, which bounds the wait")
     placed, movers = [], 0
-    for lane in lanes:
+    for transfer in transfers:
         first = 0 if spread.in_turn else movers
-        blocks = spread.blocks if lane.bytes else 0
+        blocks = spread.blocks if transfer.bytes else 0
         movers = max(movers, first + blocks)
-        placed.append(replace(lane, first=first if blocks else 0, blocks=blocks))
+        placed.append(replace(transfer, first=first if blocks else 0, blocks=blocks))
     ring, pace = spread.ring, spread.pace_ns(movers)
-    return CopyParams(tuple(placed), watch, len(lanes), movers, ring.stages, ring.stage_bytes, pace)
+    return CopyParams(tuple(placed), watch, len(transfers), movers, ring.stages, ring.stage_bytes, pace)
 
 
 def copy_launch(
-    kernels: Kernels, lanes: Sequence[CopyLane], spread: Spread | None = None, watch: Watch | None = None
+    kernels: Kernels, transfers: Sequence[Transfer], spread: Spread | None = None, watch: Watch | None = None
 ) -> Launch:
-    """Prepare a launch of the copy kernel. Lanes without bytes share one extra block."""
+    """Prepare a launch of the copy kernel. Transfers without bytes share one extra block."""
     spread = spread or Spread()
-    params = copy_params(lanes, spread, watch or Watch())
-    blocks = params.movers + any(not lane.bytes for lane in lanes)
+    params = copy_params(transfers, spread, watch or Watch())
+    blocks = params.movers + any(not transfer.bytes for transfer in transfers)
     return Launch(kernels.function(COPY), Shape(blocks, THREADS, spread.ring.shared_bytes), params)

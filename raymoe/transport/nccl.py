@@ -21,7 +21,7 @@ from raymoe.cuda.current import capturing
 from raymoe.errors import ConfigError, PeerTimeout
 from raymoe.memory.world import World
 from raymoe.net.nccl import NcclGroup
-from raymoe.transport.spec import ChannelSpec, Lane, Requests
+from raymoe.transport.spec import ChannelSpec, Mailbox, Requests
 
 _event: Any = torch.cuda.Event  # has no annotations
 
@@ -49,23 +49,26 @@ class NcclMover:
         ends = {rank for pair in spec.pairs if world.rank in pair for rank in pair}
         self._peers = sorted(ends - {world.rank})
         self._pending: deque[tuple[float, Any]] = deque()
-        mine = [lane for lane in spec.lanes if lane.destination == world.rank]
-        self._slots = {lane.number: torch.empty(spec.nbytes, dtype=torch.uint8, device=world.device) for lane in mine}
+        self._slots = {
+            mailbox.number: torch.empty(spec.nbytes, dtype=torch.uint8, device=world.device)
+            for mailbox in spec.mailboxes
+            if mailbox.destination == world.rank
+        }
 
     def run(self, batch: Requests) -> None:
         """Enqueue sends and receives. Releases need nothing: only this rank's next receive overwrites a slot."""
         assert self._group is not None
         sends: dict[int, list[torch.Tensor]] = {}
         receives: dict[int, list[torch.Tensor]] = {}
-        for lane, message in batch.sends:
-            sends.setdefault(lane.destination, []).append(message)
-        for lane in batch.receives:
-            receives.setdefault(lane.source, []).append(self._slots[lane.number])
+        for mailbox, message in batch.sends:
+            sends.setdefault(mailbox.destination, []).append(message)
+        for mailbox in batch.receives:
+            receives.setdefault(mailbox.source, []).append(self._slots[mailbox.number])
         self._to_self(sends.pop(self._world.rank, []), receives.pop(self._world.rank, []))
         for turn in range(max(map(len, (*sends.values(), *receives.values())), default=0)):
             out, into = (
-                {peer: tensors[turn] for peer, tensors in each.items() if turn < len(tensors)}
-                for each in (sends, receives)
+                {peer: tensors[turn] for peer, tensors in by_peer.items() if turn < len(tensors)}
+                for by_peer in (sends, receives)
             )
             self._group.exchange(out, into)
         if (sends or receives) and not capturing(self._world.device):
@@ -73,12 +76,12 @@ class NcclMover:
             done.record(torch.cuda.current_stream(self._world.device))
             self._pending.append((time.monotonic(), done))
 
-    def received(self, lane: Lane) -> torch.Tensor:
-        return self._slots[lane.number]
+    def received(self, mailbox: Mailbox) -> torch.Tensor:
+        return self._slots[mailbox.number]
 
-    def send_buffer(self, lane: Lane) -> torch.Tensor:
+    def send_buffer(self, mailbox: Mailbox) -> torch.Tensor:
         raise ConfigError(
-            f"a send buffer on rank {lane.source} was asked for; transport collective has none: write the message "
+            f"a send buffer on rank {mailbox.source} was asked for; transport collective has none: write the message "
             "anywhere and send it"
         )
 
@@ -98,11 +101,11 @@ class NcclMover:
         if not self._peers:  # this rank waits for no peer by NCCL
             self._world.waiter.check()
             return
-        peer, seen, mine = self._group.lagging(self._peers)
+        peer, seen, expected = self._group.lagging(self._peers)
         self._group.abort()
         self._pending.clear()
         self._world.waiter.check(peer)
-        raise PeerTimeout("send and receive", mine, peer, mine, seen, waited_s, self._world.rank)
+        raise PeerTimeout("send and receive", expected, peer, expected, seen, waited_s, self._world.rank)
 
     def close(self) -> None:
         torch.cuda.synchronize(self._world.device)

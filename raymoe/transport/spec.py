@@ -1,16 +1,16 @@
 """The specification of channels, on which all ranks must agree: pairs of ranks, message size, protocol, transport.
 
-Pure arithmetic. A channel leads from one rank to another and has `slots` lanes. A lane carries one message at a time.
-It has a buffer (the slot) and two words of its own, and shares nothing with any other lane. So two messages can be
-in flight together only on two lanes.
+Pure arithmetic. A channel leads from one rank to another and has `slots` mailboxes. A mailbox holds one message at a
+time. It has a buffer (the slot) and two words of its own, and shares nothing with any other mailbox. So two messages
+can be in flight together only in two mailboxes.
 
-Memory map of the heap (the same on every rank; lane n is lane `n % slots` of channel `n // slots` of `pairs`):
+Memory map of the heap (the same on every rank; mailbox n is mailbox `n % slots` of channel `n // slots` of `pairs`):
 
-- `sent [lanes]`, at the receiver: the sender writes it when the message may be received (or fetched).
-- `taken [lanes]`, at the sender: the receiver writes it when it has finished with the message.
+- `sent [mailboxes]`, at the receiver: the sender writes it when the message may be received (or fetched).
+- `taken [mailboxes]`, at the sender: the receiver writes it when it has finished with the message.
 - `buffer [places]`, 128-byte aligned. With `put` it is at the receiver, and the sender writes it. With `get` it is at
   the sender, and the receiver reads it. Every rank has as many places as the rank that needs most.
-- `sends`, `receives`, `releases` [lanes], on GPUs: how often the kernels of this rank have done each.
+- `sends`, `receives`, `releases` [mailboxes], on GPUs: how often the kernels of this rank have done each.
 
 Each transport says whether its words are 64-bit counts or 0/1, and in which order they are written and read.
 """
@@ -34,8 +34,8 @@ MAX_SLOTS = 1024
 
 
 @dataclass(frozen=True)
-class Lane:
-    """One lane of a channel. `owner` is the rank that has its slot, `place` the number of the slot on that rank."""
+class Mailbox:
+    """The place of one message of a channel. `owner` is the rank that has its slot, `place` the slot's number there."""
 
     number: int
     source: int
@@ -49,13 +49,13 @@ class ChannelSpec:
     """Channels of one kind. All ranks of the world must give the same.
 
     >>> spec = ChannelSpec(((0, 1), (2, 1), (1, 0)), shape=(16,))
-    >>> [spec.lane(source, destination).place for source, destination in spec.pairs]  # at the receivers: put
+    >>> [spec.mailbox(source, destination).place for source, destination in spec.pairs]  # at the receivers: put
     [0, 1, 0]
     >>> spec.layout("cpu").region("buffer").shape
     (2, 128)
     >>> two = ChannelSpec(((0, 1), (2, 1)), shape=(3, 100), dtype="bfloat16", protocol="get", slots=2)
-    >>> two.lane(2, 1, slot=1), two.nbytes, two.places
-    (Lane(number=3, source=2, destination=1, owner=2, place=1), 600, 2)
+    >>> two.mailbox(2, 1, slot=1), two.nbytes, two.places
+    (Mailbox(number=3, source=2, destination=1, owner=2, place=1), 600, 2)
     """
 
     pairs: tuple[tuple[int, int], ...]
@@ -107,8 +107,8 @@ class ChannelSpec:
         return max(ALIGNMENT, round_up(self.nbytes, ALIGNMENT))
 
     @property
-    def lanes(self) -> tuple[Lane, ...]:
-        return tuple(self.lane(*pair, slot) for pair in self.pairs for slot in range(self.slots))
+    def mailboxes(self) -> tuple[Mailbox, ...]:
+        return tuple(self.mailbox(*pair, slot) for pair in self.pairs for slot in range(self.slots))
 
     @property
     def places(self) -> int:
@@ -119,7 +119,7 @@ class ChannelSpec:
         """Return the rank that has the slots of a channel in its memory."""
         return destination if self.protocol == "put" else source
 
-    def lane(self, source: int, destination: int, slot: int = 0) -> Lane:
+    def mailbox(self, source: int, destination: int, slot: int = 0) -> Mailbox:
         if (source, destination) not in self.pairs:
             raise ConfigError(f"no channel from rank {source} to rank {destination}; there are {self.pairs}")
         if not 0 <= slot < self.slots:
@@ -128,11 +128,11 @@ class ChannelSpec:
             )
         channel, owner = self.pairs.index((source, destination)), self.owner(source, destination)
         before = sum(self.owner(*pair) == owner for pair in self.pairs[:channel])
-        return Lane(channel * self.slots + slot, source, destination, owner, before * self.slots + slot)
+        return Mailbox(channel * self.slots + slot, source, destination, owner, before * self.slots + slot)
 
     def layout(self, device: str) -> Layout:
-        lanes = len(self.pairs) * self.slots
-        words = [Region.words(name, lanes) for name in (WORDS if device == "cpu" else WORDS + COUNTS)]
+        mailboxes = len(self.pairs) * self.slots
+        words = [Region.words(name, mailboxes) for name in (WORDS if device == "cpu" else WORDS + COUNTS)]
         return Layout.of([*words, Region("buffer", (self.places, self.stride), "uint8")])
 
     def busiest_channels(self) -> int:
@@ -153,11 +153,11 @@ def agree(world: World, spec: ChannelSpec) -> None:
         spec.check(world.size, world.device.type)
     except ConfigError as error:
         problem = error
-    mine = asdict(spec)
+    own = asdict(spec)
     theirs: object
-    for rank, theirs in enumerate(world.swap(mine, "channels: spec")):
+    for rank, theirs in enumerate(world.swap(own, "channels: spec")):
         assert isinstance(theirs, dict)
-        for key, value in mine.items():
+        for key, value in own.items():
             if problem is None and theirs[key] != value:
                 here = f"{value} on rank {world.rank}"
                 problem = ConfigError(f"{key} is {theirs[key]} on rank {rank} and {here}; all ranks must give one spec")
@@ -169,7 +169,7 @@ def agree(world: World, spec: ChannelSpec) -> None:
 
 @dataclass
 class Requests:
-    """A batch: operations of one rank, in any order. Each lane is in each list once at most.
+    """A batch: operations of one rank, in any order. A mailbox is in each list once at most.
 
     A transport enqueues all releases, then all sends, then all receives, one after another. So no order of calls can
     block the ranks:
@@ -181,9 +181,9 @@ class Requests:
     A send that waits for its slot holds up the other sends of its batch.
     """
 
-    releases: list[Lane] = field(default_factory=list)
-    sends: list[tuple[Lane, torch.Tensor]] = field(default_factory=list)
-    receives: list[Lane] = field(default_factory=list)
+    releases: list[Mailbox] = field(default_factory=list)
+    sends: list[tuple[Mailbox, torch.Tensor]] = field(default_factory=list)
+    receives: list[Mailbox] = field(default_factory=list)
 
 
 class Mover(Protocol):
@@ -196,10 +196,10 @@ class Mover(Protocol):
 
     def run(self, batch: Requests) -> None: ...
 
-    def received(self, lane: Lane) -> torch.Tensor:
-        """Return the memory of received messages as flat bytes: always the same memory for a lane."""
+    def received(self, mailbox: Mailbox) -> torch.Tensor:
+        """Return the memory of received messages as flat bytes: always the same memory for a mailbox."""
 
-    def send_buffer(self, lane: Lane) -> torch.Tensor:
+    def send_buffer(self, mailbox: Mailbox) -> torch.Tensor:
         """Return the sender's slot as flat bytes. A message that is written here is sent without a copy."""
 
     def check(self) -> None:
@@ -214,8 +214,8 @@ class Mover(Protocol):
         """Close without the other ranks, which may not close theirs now."""
 
 
-def turn_of(lane: Lane, rank: int, size: int) -> int:
-    """Return the turn of a lane's peer. Every rank begins with the next rank, so no two ranks send to the same peer.
+def turn_of(mailbox: Mailbox, rank: int, size: int) -> int:
+    """Return the turn of a mailbox's peer. Every rank begins with the next rank, so no two ranks send to the same peer.
 
     Rates for 64 to 256 MiB to each of three peers, in GB/s a rank (4x H200, 2026-11-21):
 
@@ -223,9 +223,9 @@ def turn_of(lane: Lane, rank: int, size: int) -> int:
     - Copy engines pull 362 to 384 in turns, 192 to 230 side by side.
     - Kernels push 359 in turns, 345 side by side.
 
-    >>> lanes = [Lane(0, 2, peer, peer, 0) for peer in range(4)]
-    >>> [lane.destination for lane in sorted(lanes, key=lambda lane: turn_of(lane, 2, 4))]
+    >>> mailboxes = [Mailbox(0, 2, peer, peer, 0) for peer in range(4)]
+    >>> [mailbox.destination for mailbox in sorted(mailboxes, key=lambda mailbox: turn_of(mailbox, 2, 4))]
     [3, 0, 1, 2]
     """
-    peer = lane.destination if lane.source == rank else lane.source
+    peer = mailbox.destination if mailbox.source == rank else mailbox.source
     return (peer - rank - 1) % size

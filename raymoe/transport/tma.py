@@ -3,7 +3,7 @@
 The words `sent` and `taken` are 64-bit counts that only grow, one writer each, compared by >=. They hold the number of
 the operation, which each rank counts in its own memory (copy.cu). So captured and eager calls can be mixed.
 
-- send      waits for `taken` of the lane's previous message (lag 1: at first the slot is free), moves the message to
+- send      waits for `taken` of the mailbox's previous message (lag 1: at first the slot is free), moves the message to
             the slot, signals `sent`
 - receive   waits for `sent`; with get it then moves the slot's bytes to the receive buffer and signals `taken`
 - release   signals `taken`
@@ -22,9 +22,9 @@ from raymoe.cuda.error_word import ErrorWord
 from raymoe.cuda.launch import Kernels, Launch
 from raymoe.memory.watchdog import Watchdog
 from raymoe.memory.world import World
-from raymoe.transport.copy_kernel import LANES, CopyLane, Ring, Spread, copy_launch
-from raymoe.transport.device_lanes import GpuMover, OrderedBatch
-from raymoe.transport.spec import ChannelSpec, Lane
+from raymoe.transport.copy_kernel import MOST_TRANSFERS, Ring, Spread, Transfer, copy_launch
+from raymoe.transport.gpu_mover import GpuMover, OrderedBatch
+from raymoe.transport.spec import ChannelSpec, Mailbox
 
 SMS, RING = 16, Ring(12, 16384)
 """SMs for the large messages of a rank, and the ring of each SM. Pulls by 16 SMs reach 370 GB/s one way, and 333 both
@@ -100,14 +100,14 @@ class TmaMover(GpuMover):
         channels = spec.busiest_channels()
         spread = spread_of(spec.nbytes, channels, spec.sms, spec.protocol == "put")
         self.sms: int | None = spread.blocks * (1 if spread.in_turn else channels)
-        """SMs that move bytes. One more serves lanes without bytes."""
+        """SMs that move bytes. One more serves transfers without bytes."""
         self._kernels = Kernels(world.gpu)
         self._error = ErrorWord(world.gpu, world.rank)
         self._watch = self._error.watch(world.timeout_s)
         self._watchdog = Watchdog(world, on_abort=self._error.abort)
         self._numbers = {name: self._error.number(name) for name in ("send", "receive", "release")}
         self._cache: OrderedDict[OrderedBatch, list[Launch]] = OrderedDict()
-        copy_launch(self._kernels, [CopyLane(0, 0, 0)])  # loads the kernel before any capture
+        copy_launch(self._kernels, [Transfer(0, 0, 0)])  # loads the kernel before any capture
 
     def enqueue(self, batch: OrderedBatch, stream: int) -> None:
         launches = self._cache.get(batch)
@@ -129,51 +129,51 @@ class TmaMover(GpuMover):
         self._kernels.close()
 
     def _launches(self, batch: OrderedBatch) -> list[Launch]:
-        lanes = [self._releasing(lane) for lane in batch.releases]
-        lanes += [self._sending(lane, message) for lane, message in batch.sends]
-        lanes += [self._receiving(lane) for lane in batch.receives]
+        transfers = [self._release(mailbox) for mailbox in batch.releases]
+        transfers += [self._send(mailbox, message) for mailbox, message in batch.sends]
+        transfers += [self._receive(mailbox) for mailbox in batch.receives]
         launches = []
-        for start in range(0, len(lanes), LANES):
-            part = lanes[start : start + LANES]
-            messages = sum(lane.bytes > 0 for lane in part)
+        for start in range(0, len(transfers), MOST_TRANSFERS):
+            part = transfers[start : start + MOST_TRANSFERS]
+            messages = sum(transfer.bytes > 0 for transfer in part)
             spread = spread_of(self.spec.nbytes, messages, self.spec.sms, self.spec.protocol == "put")
             launches.append(copy_launch(self._kernels, part, spread, self._watch))
         return launches
 
-    def _sending(self, lane: Lane, message: int) -> CopyLane:
-        slot = self.lanes.slot(lane)
-        return CopyLane(
+    def _send(self, mailbox: Mailbox, message: int) -> Transfer:
+        slot = self.slot(mailbox)
+        return Transfer(
             dst=slot,
             src=message,
             bytes=self.spec.nbytes if message != slot else 0,  # 0: the message is in its slot already, or is empty
-            operation=self.lanes.word("sends", lane, self.world.rank),
-            credit=self.lanes.word("taken", lane, lane.source),
+            operation=self.word("sends", mailbox, self.world.rank),
+            credit=self.word("taken", mailbox, mailbox.source),
             lag=1,
-            signal=self.lanes.word("sent", lane, lane.destination),
+            signal=self.word("sent", mailbox, mailbox.destination),
             op=self._numbers["send"],
-            peer=lane.destination,
+            peer=mailbox.destination,
         )
 
-    def _receiving(self, lane: Lane) -> CopyLane:
+    def _receive(self, mailbox: Mailbox) -> Transfer:
         fetches = self.spec.protocol == "get" and self.spec.nbytes > 0
-        return CopyLane(
-            dst=self.lanes.received(lane).data_ptr() if fetches else 0,
-            src=self.lanes.slot(lane) if fetches else 0,
+        return Transfer(
+            dst=self.received(mailbox).data_ptr() if fetches else 0,
+            src=self.slot(mailbox) if fetches else 0,
             bytes=self.spec.nbytes if fetches else 0,
-            operation=self.lanes.word("receives", lane, self.world.rank),
-            credit=self.lanes.word("sent", lane, lane.destination),
-            signal=self.lanes.word("taken", lane, lane.source) if self.spec.protocol == "get" else 0,
+            operation=self.word("receives", mailbox, self.world.rank),
+            credit=self.word("sent", mailbox, mailbox.destination),
+            signal=self.word("taken", mailbox, mailbox.source) if self.spec.protocol == "get" else 0,
             op=self._numbers["receive"],
-            peer=lane.source,
+            peer=mailbox.source,
         )
 
-    def _releasing(self, lane: Lane) -> CopyLane:
-        return CopyLane(
+    def _release(self, mailbox: Mailbox) -> Transfer:
+        return Transfer(
             dst=0,
             src=0,
             bytes=0,
-            operation=self.lanes.word("releases", lane, self.world.rank),
-            signal=self.lanes.word("taken", lane, lane.source),
+            operation=self.word("releases", mailbox, self.world.rank),
+            signal=self.word("taken", mailbox, mailbox.source),
             op=self._numbers["release"],
-            peer=lane.source,
+            peer=mailbox.source,
         )

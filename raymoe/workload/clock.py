@@ -43,7 +43,7 @@ from raymoe.memory.layout import WORD_STRIDE, Layout, Region
 from raymoe.memory.wait import named_by_world
 from raymoe.memory.watchdog import Watchdog
 from raymoe.memory.world import World
-from raymoe.transport.copy_kernel import LANES, CopyLane, copy_launch
+from raymoe.transport.copy_kernel import MOST_TRANSFERS, Transfer, copy_launch
 from raymoe.workload.memory_needed import FLUSH_BYTES, SMALL_TOKENS
 
 GATE_S = 5.0
@@ -117,10 +117,10 @@ class StreamBarrier:
         for step in range(1, world.size):
             receiver, sender = (world.rank + step) % world.size, (world.rank - step) % world.size
             arrival, credit = word("arrived", world.rank, receiver), word("arrived", sender)
-            signals.append(CopyLane(0, 0, 0, word("signals", receiver), signal=arrival, op=op, peer=receiver))
-            waits.append(CopyLane(0, 0, 0, word("waits", sender), credit=credit, op=op, peer=sender))
-        lanes = [*signals, *waits]  # signals first: ranks that all wait first wait for ever
-        parts = [lanes[start : start + LANES] for start in range(0, len(lanes), LANES)]
+            signals.append(Transfer(0, 0, 0, word("signals", receiver), signal=arrival, op=op, peer=receiver))
+            waits.append(Transfer(0, 0, 0, word("waits", sender), credit=credit, op=op, peer=sender))
+        transfers = [*signals, *waits]  # signals first: ranks that all wait first wait for ever
+        parts = [transfers[start : start + MOST_TRANSFERS] for start in range(0, len(transfers), MOST_TRANSFERS)]
         self._launches: list[Launch] = [copy_launch(self._kernels, part, watch=watch) for part in parts]
 
     def __call__(self, stream: int) -> None:

@@ -135,8 +135,8 @@ def rail_buffers(spec: ExchangeSpec, ranks: int, domains: int) -> int:
     """Count the rail's rows, its entries, and what leaves and comes back: sums, statuses, gradients of weights."""
     tokens = domains * spec.tokens
     held = tokens * spec.row_bytes + tokens * spec.topk * ENTRY_BYTES
-    held += 2 * (tokens * spec.home_row_bytes + ranks * Refusal.NBYTES)
-    if spec.home_row_bytes != spec.row_bytes:
+    held += 2 * (tokens * spec.combine_row_bytes + ranks * Refusal.NBYTES)
+    if spec.combine_row_bytes != spec.row_bytes:
         held += tokens * spec.row_bytes  # the sums inside, before they are converted
     held += 2 * tokens * spec.topk * ITEM_BYTES["float32"]
     if spec.dispatch_wire == FP8:
@@ -319,7 +319,9 @@ def _bytes_between_domains(spec: ExchangeSpec, ranks: int, domains: int) -> int:
     """
     inside = replace(spec, tokens=domains * spec.tokens)
     rail = (domains + 1) * spec.tokens * (spec.row_bytes + 8 * spec.topk)  # all ranks of it gathered, and this one's
-    home = 2 * domains * (spec.tokens + ranks // domains) * spec.home_row_bytes  # sums that leave, and that come back
+    home = (
+        2 * domains * (spec.tokens + ranks // domains) * spec.combine_row_bytes
+    )  # sums that leave, and that come back
     return slots_layout(inside, ranks // domains).nbytes + rail + home
 
 

@@ -115,7 +115,7 @@ def traffic_of(world: World, draws: Sequence[Draw], spec: ExchangeSpec) -> Excha
     if world.domains > 1:
         needed = rows_inside(needed, world.domain.size)
     sent = [[tokens] * world.size for _, tokens in answers] if spec.by_copy_engine else needed
-    return ExchangeTraffic.of(sent, spec.wire_row_bytes, spec.home_row_bytes, needed)
+    return ExchangeTraffic.of(sent, spec.wire_row_bytes, spec.combine_row_bytes, needed)
 
 
 # Several domains: rows cross the network to the rank of their rail, which sends them on inside its domain.
@@ -162,8 +162,8 @@ def bytes_between_domains(spec: ExchangeSpec, ranks: int, domains: int, device: 
     if on_gpus:
         published = round_up(GPU_ENTRY_BYTES * entries + scales, ROW_BYTES) + Refusal.NBYTES
     dispatch = blocks * (agreement + spec.tokens * (spec.hidden if fp8 else spec.row_bytes) + published)
-    status = Refusal.NBYTES if on_gpus else spec.home_row_bytes
-    combine = blocks * (agreement + spec.tokens * spec.home_row_bytes + ranks // domains * status)
+    status = Refusal.NBYTES if on_gpus else spec.combine_row_bytes
+    combine = blocks * (agreement + spec.tokens * spec.combine_row_bytes + ranks // domains * status)
     return {"dispatch": dispatch, "combine": combine, "exchange": dispatch + combine}
 
 

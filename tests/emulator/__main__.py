@@ -25,7 +25,7 @@ SEEDS = 8
 _STATEMENT = re.compile(
     r"(?:ptx::(?:fence_\w+|bulk_wait\w*<[^>]*>)\(\)|ptx::barrier_of_warps\([^)]*\)|__sync(?:threads|warp)\(\));"
 )
-_OF_A_COPY = {"copy.cu", "lanes.cuh", "unaligned.cuh"}
+_OF_A_COPY = {"copy.cu", "transfers.cuh", "unaligned.cuh"}
 _OF_ROUNDS = {
     *(
         "publish_routing.cu",

@@ -1,4 +1,4 @@
-"""Messages between two emulated ranks by kernels/copy/copy.cu; each lane has a credit, a signal and a count of its own.
+"""Messages between two emulated ranks by kernels/copy/copy.cu; each transfer has a credit, a signal and a count.
 
 Put: a rank says that it is ready; its peer writes into its target and says that the message has come. Get: a rank says
 that its source is ready; its peer reads it and says that it has. The words are the same.
@@ -12,7 +12,7 @@ import numpy as np
 
 from raymoe.cuda.launch import Shape
 from raymoe.cuda.structs import Watch
-from raymoe.transport.copy_kernel import COPY, THREADS, CopyLane, Spread, copy_params
+from raymoe.transport.copy_kernel import COPY, THREADS, Spread, Transfer, copy_params
 from tests.emulator.machine import RED_ZONE_BYTES, Emulator, Memory
 from tests.emulator.ranks import LONG_S, EmulatedErrorWord, EmulatedGpu
 
@@ -81,29 +81,29 @@ class Mail:
         if sends:
             self.emulator.call(rank, lambda: self._fill(rank, epoch))
         if self.both_ways or not moves:
-            self._launch(rank, [self._lane(rank, "ready", number) for number in numbers])
-        moving = [self._lane(rank, "move", number) for number in numbers] if moves else []
+            self._launch(rank, [self._transfer(rank, "ready", number) for number in numbers])
+        moving = [self._transfer(rank, "move", number) for number in numbers] if moves else []
         if self.both_ways:
-            self._launch(rank, [*moving, *(self._lane(rank, "wait", number) for number in numbers)])
+            self._launch(rank, [*moving, *(self._transfer(rank, "wait", number) for number in numbers)])
         elif moves:
             self._launch(rank, moving)
         for number in numbers:
             if not self.both_ways and not moves:
-                self._launch(rank, [self._lane(rank, "wait", number)])
+                self._launch(rank, [self._transfer(rank, "wait", number)])
             if gets:
                 self.emulator.call(rank, lambda number=number: self._look(rank, epoch, number))
 
-    def _lane(self, rank: int, kind: str, number: int) -> CopyLane:
+    def _transfer(self, rank: int, kind: str, number: int) -> Transfer:
         """`ready` tells the peer that it may begin, `move` waits for that, and `wait` until the peer is done."""
         peer = 1 - rank
-        lane = CopyLane(0, 0, 0, operation=self._word(rank, kind, number), op=_WORDS.index(kind), peer=peer)
+        transfer = Transfer(0, 0, 0, operation=self._word(rank, kind, number), op=_WORDS.index(kind), peer=peer)
         if kind == "ready":
-            return replace(lane, signal=self._word(peer, "may begin", number))
+            return replace(transfer, signal=self._word(peer, "may begin", number))
         if kind == "wait":
-            return replace(lane, credit=self._word(rank, "done", number))
+            return replace(transfer, credit=self._word(rank, "done", number))
         source, target = (rank, peer) if self.protocol == "put" else (peer, rank)
         return replace(
-            lane,
+            transfer,
             dst=self.heaps[target].address + self._offsets["target", number],
             src=self.heaps[source].address + self._offsets["source", number],
             bytes=self.messages[number].nbytes,
@@ -114,10 +114,10 @@ class Mail:
     def _word(self, rank: int, name: str, number: int) -> int:
         return self.heaps[rank].address + (number * len(_WORDS) + _WORDS.index(name)) * _WORD_BYTES
 
-    def _launch(self, rank: int, lanes: list[CopyLane]) -> None:
+    def _launch(self, rank: int, transfers: list[Transfer]) -> None:
         watch: Watch = self.errors[rank].watch(self.timeout_s)
-        params = copy_params(lanes, self.spread, watch)
-        blocks = params.movers + any(not lane.bytes for lane in lanes)
+        params = copy_params(transfers, self.spread, watch)
+        blocks = params.movers + any(not transfer.bytes for transfer in transfers)
         self.emulator.launch(rank, COPY, Shape(blocks, THREADS, self.spread.ring.shared_bytes), params)
 
     def _pattern(self, rank: int, epoch: int, number: int) -> np.ndarray:

@@ -271,9 +271,9 @@ REFUSING = {
 
 COPYING = {
     "signalled when the bytes are read": Change("ring.cuh", "ptx::bulk_wait<0>();", "settle();"),
-    "a lane announced before its stores have arrived": Change("copy.cu", "ptx::bulk_wait<ANNOUNCE_AFTER>();", ""),
+    "a transfer announced before its stores have arrived": Change("copy.cu", "ptx::bulk_wait<ANNOUNCE_AFTER>();", ""),
     "a credit that is not waited for": Change(
-        "lanes.cuh", "credit + lane.lag >= epoch", "credit + lane.lag + 1 >= epoch"
+        "transfers.cuh", "credit + transfer.lag >= epoch", "credit + transfer.lag + 1 >= epoch"
     ),
     "no proxy fence after a credit": Change("copy.cu", "        ptx::fence_proxy_async();", ""),
     "threads that do not wait for one another before the ticket": Change(

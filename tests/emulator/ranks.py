@@ -21,8 +21,8 @@ from raymoe.cuda.launch import Shape
 from raymoe.cuda.params import Params
 from raymoe.cuda.structs import ErrorRecord
 from raymoe.exchange.backend import Dispatched, Tokens
+from raymoe.exchange.domains.domain_kernels import ADVANCE_CHUNK, ChunkParams
 from raymoe.exchange.peer.combine import CombineGrid
-from raymoe.exchange.peer.dispatch import ADVANCE_CHUNK, ChunkParams
 from raymoe.exchange.peer.dispatch_grid import DispatchGrid
 from raymoe.exchange.peer.fused import FusedBackend, PreparedLaunch
 from raymoe.exchange.peer.fused_chunks import FusedChunksBackend

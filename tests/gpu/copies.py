@@ -8,7 +8,7 @@ import torch
 
 from raymoe.cuda.launch import Kernels, Launch
 from raymoe.cuda.structs import Watch
-from raymoe.transport.copy_kernel import CopyLane, Ring, Spread, copy_launch
+from raymoe.transport.copy_kernel import Ring, Spread, Transfer, copy_launch
 
 DEFAULT = Ring(stages=4, stage_bytes=1024)
 
@@ -36,7 +36,7 @@ class Words:
 
 
 class Copies:
-    """Makes launches of the copy kernel, each of one lane."""
+    """Makes launches of the copy kernel, each of one transfer."""
 
     def __init__(self, kernels: Kernels) -> None:
         self.kernels = kernels
@@ -44,11 +44,11 @@ class Copies:
 
     def of(self, into: torch.Tensor, source: torch.Tensor, *, blocks: int = 2, ring: Ring = DEFAULT) -> Launch:
         """Return a plain copy of all of `source`."""
-        return copy_launch(self.kernels, [self.lane(into, source)], Spread(blocks, ring))
+        return copy_launch(self.kernels, [self.transfer(into, source)], Spread(blocks, ring))
 
-    def lane(self, into: torch.Tensor, source: torch.Tensor) -> CopyLane:
+    def transfer(self, into: torch.Tensor, source: torch.Tensor) -> Transfer:
         assert into.nbytes == source.nbytes
-        return CopyLane(into.data_ptr(), source.data_ptr(), source.nbytes)
+        return Transfer(into.data_ptr(), source.data_ptr(), source.nbytes)
 
     def signalling(self, words: Words, operation: int, signal: int, copied: Launch | None = None) -> Launch:
         """Return a copy that signals; without `copied`, a signal alone."""
@@ -59,13 +59,13 @@ class Copies:
         return self._extended(copied, watch=watch, operation=words.at(operation), credit=words.at(credit))
 
     def _extended(self, copied: Launch | None, watch: Watch | None = None, **fields: object) -> Launch:
-        return self.altered(copied or copy_launch(self.kernels, [CopyLane(0, 0, 0)]), watch, **fields)
+        return self.altered(copied or copy_launch(self.kernels, [Transfer(0, 0, 0)]), watch, **fields)
 
     def altered(self, launch: Launch, watch: Watch | None = None, **fields: object) -> Launch:
-        """Return the same launch with other fields of its lane."""
+        """Return the same launch with other fields of its transfer."""
         params = launch.params
         spread = Spread(max(1, params.movers), Ring(params.stages, params.stage_bytes))
-        return copy_launch(self.kernels, [replace(params.lanes[0], **fields)], spread, watch or params.watch)
+        return copy_launch(self.kernels, [replace(params.transfers[0], **fields)], spread, watch or params.watch)
 
     def run(self, launch: Launch) -> None:
         """Run a launch after all that torch has enqueued, and wait for it."""

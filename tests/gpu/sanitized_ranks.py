@@ -24,7 +24,7 @@ from raymoe.errors import CudaError
 from raymoe.memory.world import World
 from raymoe.packaged import packaged_folder
 from raymoe.rows.pipe_shape import Limits, Loading
-from raymoe.transport.copy_kernel import CopyLane, Ring, Spread, copy_launch
+from raymoe.transport.copy_kernel import Ring, Spread, Transfer, copy_launch
 from tests.emulator.build import Change
 from tests.unit.exchange.exchange_cases import Case, run_case
 
@@ -71,15 +71,15 @@ def run_injected(world: World, tool: str, case: Case) -> str:
 def copies(world: World, nbytes: int, ring: Ring, pairs: list[tuple[int, int]]) -> list[tuple[int, int]]:
     """Copy `nbytes` to and from each pair of offsets; return the pairs that went wrong.
 
-    A launch has two lanes, the second with the offsets exchanged. Every end and every word is an allocation of exactly
-    its size, so a byte read or written beyond the end is outside the allocation.
+    A launch has two transfers, the second with the offsets exchanged. Every end and every word is an allocation of
+    exactly its size, so a byte read or written beyond the end is outside the allocation.
     """
     rng, wrong = np.random.default_rng(nbytes), []
     kernels, error_word = Kernels(world.gpu), ErrorWord(world.gpu, world.rank)
     watch = error_word.watch(20.0)
     for index, pair in enumerate(pairs):
         with ExitStack() as stack:
-            lanes, ends = [], []
+            transfers, ends = [], []
             for into_at, source_at in (pair, pair[::-1]):
                 source = stack.enter_context(memory(world.gpu, nbytes + source_at))
                 into = stack.enter_context(memory(world.gpu, nbytes + into_at))
@@ -90,9 +90,9 @@ def copies(world: World, nbytes: int, ring: Ring, pairs: list[tuple[int, int]]) 
                 write(world.gpu, source, sent)
                 write(world.gpu, into, want)
                 want[into_at:] = sent[source_at:]
-                lanes.append(CopyLane(into + into_at, source + source_at, nbytes, operation, signal=signal))
+                transfers.append(Transfer(into + into_at, source + source_at, nbytes, operation, signal=signal))
                 ends.append((into, want, signal))
-            launch = copy_launch(kernels, lanes, Spread(3, ring, in_turn=bool(index % 2)), watch)
+            launch = copy_launch(kernels, transfers, Spread(3, ring, in_turn=bool(index % 2)), watch)
             launch(0)
             world.gpu.synchronise()
             for into, want, signal in ends:

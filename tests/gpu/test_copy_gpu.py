@@ -9,10 +9,10 @@ torch = pytest.importorskip("torch")
 from raymoe.cuda.graph import Graph  # noqa: E402
 from raymoe.errors import ConfigError  # noqa: E402
 from raymoe.transport.copy_kernel import (  # noqa: E402
-    LANES,
-    CopyLane,
+    MOST_TRANSFERS,
     Ring,
     Spread,
+    Transfer,
     copy_launch,
 )
 from tests.gpu.copies import Words  # noqa: E402
@@ -131,7 +131,7 @@ def test_a_signal_never_comes_before_the_bytes(copies, error_word):
     watch = error_word.watch(20.0)
     copied = copies.of(buffer[5:], source[5:], blocks=4)
     put = copies.waiting(words, sent, credit, watch, copies.signalling(words, sent, arrived, copied))
-    assert put.params.lanes[0].signal == words.at(arrived)
+    assert put.params.transfers[0].signal == words.at(arrived)
     signal_ready = copies.signalling(words, ready, credit)
     receive = copies.waiting(words, took, arrived, watch)
     sender, receiver = torch.cuda.Stream(), torch.cuda.Stream()
@@ -200,36 +200,36 @@ def test_the_credit_may_be_behind_by_the_lag(copies, error_word):
         ({"bytes": -1}, "it holds 0 to"),
     ],
 )
-def test_invalid_lanes_are_refused(copies, fields, message):
+def test_invalid_transfers_are_refused(copies, fields, message):
     with pytest.raises(ConfigError, match=message):
-        copy_launch(copies.kernels, [CopyLane(**{"dst": 0, "src": 0, "bytes": 0} | fields)])
+        copy_launch(copies.kernels, [Transfer(**{"dst": 0, "src": 0, "bytes": 0} | fields)])
 
 
-@pytest.mark.parametrize("count", [0, LANES + 1])
-def test_a_launch_without_lanes_or_with_too_many_is_refused(copies, count):
-    with pytest.raises(ConfigError, match=f"{count} lanes in one copy; there are 1 to {LANES}"):
-        copy_launch(copies.kernels, [CopyLane(0, 0, 0)] * count)
+@pytest.mark.parametrize("count", [0, MOST_TRANSFERS + 1])
+def test_a_launch_without_transfers_or_with_too_many_is_refused(copies, count):
+    with pytest.raises(ConfigError, match=f"{count} transfers in one copy; there are 1 to {MOST_TRANSFERS}"):
+        copy_launch(copies.kernels, [Transfer(0, 0, 0)] * count)
 
 
 @pytest.mark.parametrize("in_turn", [False, True])
 @pytest.mark.parametrize("blocks", [1, 3])
 @pytest.mark.parametrize("ring", [Ring(4, 256), Ring(12, 1024), Ring(1, 64)], ids=["4x256", "12x1024", "1x64"])
-def test_many_lanes_run_at_once(copies, ring, blocks, in_turn):
-    """Mix all kinds of lanes: aligned, with unaligned ends, shifted, of a few bytes, and signals alone."""
+def test_many_transfers_run_at_once(copies, ring, blocks, in_turn):
+    """Mix all kinds of transfers: aligned, with unaligned ends, shifted, of a few bytes, and signals alone."""
     sizes = [0, 1, 15, 16, 4096, 5003, 100_000, 40_000, 16 * 1024, 17, 0, 70_001] * 2
     words = Words(2 * len(sizes))
     source = torch.randint(0, 256, (sum(sizes) + 64 * len(sizes),), dtype=torch.uint8, device="cuda")
     for run in range(1, 4):
         into = torch.zeros_like(source)
         want = into.clone()
-        lanes, start = [], 0
+        transfers, start = [], 0
         for index, size in enumerate(sizes):
             into_at, source_at = start + (0, 3, 8)[index % 3], start + (0, 3, 5)[index % 3]
-            lane = copies.lane(into[into_at:][:size], source[source_at:][:size])
+            transfer = copies.transfer(into[into_at:][:size], source[source_at:][:size])
             want[into_at:][:size] = source[source_at:][:size]
-            lanes.append(replace(lane, operation=words.at(2 * index), signal=words.at(2 * index + 1)))
+            transfers.append(replace(transfer, operation=words.at(2 * index), signal=words.at(2 * index + 1)))
             start += -(-size // 16) * 16 + 32
-        copies.run(copy_launch(copies.kernels, lanes, Spread(blocks, ring, in_turn)))
+        copies.run(copy_launch(copies.kernels, transfers, Spread(blocks, ring, in_turn)))
         assert torch.equal(into, want)
         assert [words[index] for index in range(2 * len(sizes))] == [run] * (2 * len(sizes))
         assert [words.ticket(2 * index) for index in range(len(sizes))] == [0] * len(sizes)
@@ -240,8 +240,8 @@ def test_a_pace_is_kept_and_the_bytes_are_right(copies):
     size, gbps = 64 << 20, 100
     source = torch.randint(0, 256, (2, size), dtype=torch.uint8, device="cuda")
     into = torch.zeros_like(source)
-    lanes = [copies.lane(into[part], source[part]) for part in range(2)]
-    launch = copy_launch(copies.kernels, lanes, Spread(16, Ring(12, 16384), in_turn=True, gbps=gbps))
+    transfers = [copies.transfer(into[part], source[part]) for part in range(2)]
+    launch = copy_launch(copies.kernels, transfers, Spread(16, Ring(12, 16384), in_turn=True, gbps=gbps))
     copies.run(launch)
     begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
     begin.record(copies.stream)
@@ -253,20 +253,20 @@ def test_a_pace_is_kept_and_the_bytes_are_right(copies):
 
 
 @pytest.mark.parametrize("in_turn", [False, True])
-def test_a_lane_signals_while_a_later_lane_waits(copies, error_word, in_turn):
-    """Run two ends on one GPU: the second lane of each launch waits for the signal of the other launch's first lane."""
+def test_a_transfer_signals_while_a_later_transfer_waits(copies, error_word, in_turn):
+    """Run two ends on one GPU: each launch's second transfer waits for the signal of the other launch's first one."""
     size = 200_000
     words = Words(8)
     data = torch.randint(0, 256, (2, 2, size), dtype=torch.uint8, device="cuda")
     into = torch.zeros_like(data)
     launches = []
     for end in range(2):
-        lanes = [copies.lane(into[end, part], data[end, part]) for part in range(2)]
-        lanes[0] = replace(lanes[0], operation=words.at(4 * end), signal=words.at(4 * end + 1))
-        lanes[1] = replace(lanes[1], operation=words.at(4 * end + 2), credit=words.at(4 * (1 - end) + 1))
-        waiting = CopyLane(0, 0, 0, words.at(4 * end + 3), credit=words.at(4 * (1 - end) + 1))
+        transfers = [copies.transfer(into[end, part], data[end, part]) for part in range(2)]
+        transfers[0] = replace(transfers[0], operation=words.at(4 * end), signal=words.at(4 * end + 1))
+        transfers[1] = replace(transfers[1], operation=words.at(4 * end + 2), credit=words.at(4 * (1 - end) + 1))
+        waiting = Transfer(0, 0, 0, words.at(4 * end + 3), credit=words.at(4 * (1 - end) + 1))
         spread = Spread(4, Ring(6, 4096), in_turn)
-        launches.append(copy_launch(copies.kernels, [*lanes, waiting], spread, error_word.watch(20.0)))
+        launches.append(copy_launch(copies.kernels, [*transfers, waiting], spread, error_word.watch(20.0)))
     other = torch.cuda.Stream()
     for run in range(1, 21):
         into.zero_()
@@ -281,18 +281,19 @@ def test_a_lane_signals_while_a_later_lane_waits(copies, error_word, in_turn):
 
 
 @pytest.mark.parametrize("in_turn", [False, True])
-def test_a_lane_that_times_out_and_lanes_after_it_do_not_signal(copies, error_word, in_turn):
+def test_a_transfer_that_times_out_and_transfers_after_it_do_not_signal(copies, error_word, in_turn):
     words, size = Words(8), 50_000
     source, into = (
         torch.ones(3, size, dtype=torch.uint8, device="cuda"),
         torch.zeros(3, size, dtype=torch.uint8, device="cuda"),
     )
-    lanes = [
-        replace(copies.lane(into[index], source[index]), operation=words.at(2 * index), signal=words.at(2 * index + 1))
-        for index in range(3)
+    transfers = [copies.transfer(into[index], source[index]) for index in range(3)]
+    transfers = [
+        replace(transfer, operation=words.at(2 * index), signal=words.at(2 * index + 1))
+        for index, transfer in enumerate(transfers)
     ]
-    lanes[1] = replace(lanes[1], credit=words.at(7), peer=5)
-    launch = copy_launch(copies.kernels, lanes, Spread(3, Ring(4, 4096), in_turn), error_word.watch(0.2))
+    transfers[1] = replace(transfers[1], credit=words.at(7), peer=5)
+    launch = copy_launch(copies.kernels, transfers, Spread(3, Ring(4, 4096), in_turn), error_word.watch(0.2))
     copies.run(launch)
     assert (error_word.record().peer, error_word.record().expected) == (5, 1)
     assert (words[0], words[1]) == (1, 1) and into[0].all()

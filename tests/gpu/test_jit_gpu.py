@@ -30,9 +30,9 @@ from raymoe.errors import (  # noqa: E402
 )
 from raymoe.transport.copy_kernel import (  # noqa: E402
     COPY,
-    CopyLane,
     Ring,
     Spread,
+    Transfer,
     copy_params,
 )
 from tests.gpu.copies import Copies  # noqa: E402
@@ -158,7 +158,7 @@ def test_a_gpu_that_does_not_exist_is_refused(gpu):
 
 
 def test_launches_that_cannot_run_are_refused(fresh, gpu):
-    function, params = fresh.function(COPY), copy_params([CopyLane(0, 0, 0)], Spread(), Watch())
+    function, params = fresh.function(COPY), copy_params([Transfer(0, 0, 0)], Spread(), Watch())
     with pytest.raises(ConfigError, match="0 blocks"):
         Launch(function, Shape(0, 128), params)
     with pytest.raises(ConfigError, match="of 1 to 128 threads"):

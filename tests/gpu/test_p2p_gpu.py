@@ -81,8 +81,8 @@ def run_with_a_wrong_byte(world: World) -> list[dict[str, Any]]:
 
     def synchronise_and_spoil(self: Channels) -> None:
         real(self)
-        for lane in list(self._held.values()):
-            self._mover.received(lane)[-1] ^= 1
+        for mailbox in list(self._held.values()):
+            self._mover.received(mailbox)[-1] ^= 1
         torch.cuda.synchronize()
 
     if world.rank == 1:

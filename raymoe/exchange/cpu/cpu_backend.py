@@ -3,51 +3,45 @@
 from __future__ import annotations
 
 import copy
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Protocol
 
 import numpy as np
 import torch
 
 from raymoe.errors import ConfigError, DataRefused, RaymoeError, WiringError
 from raymoe.exchange.backend import Dispatched, Ids, Tokens
-from raymoe.exchange.cpu.cpu_rows import Array, Arrived, Bags, Placement, RowSums, Sending
+from raymoe.exchange.cpu.cpu_rows import (
+    Array,
+    ArrivedRows,
+    Bags,
+    Placement,
+    RoutesInside,
+    RowSums,
+    SavedRoutes,
+    SendPlan,
+)
 from raymoe.exchange.refusal import NO_REFUSAL, Cause, Refusal, judge_statuses, status_of
 from raymoe.exchange.spec import ExchangeSpec
 from raymoe.memory.layout import WORD_STRIDE, Layout, Region
 from raymoe.memory.world import World
 
-# Carriers move rows and their metadata between CPU ranks.
-#
-# Both operations are collective. They raise `PeerTimeout` or `Aborted` when a peer does not take part in time.
+# Carriers, and the input and the result of a carrier's combine.
 
 
 @dataclass
-class Returned:
-    """The sums that came back: row `where[i]` of `table` belongs to row i of the sending.
+class ReturnedSums:
+    """The sums that came back: row `where[i]` of `table` belongs to row i of the plan.
 
-    `statuses` are those of all ranks. Where they refuse the step, the rows may be missing.
+    `statuses` has one of each rank. Where they refuse the step, the rows may be missing.
     """
 
     table: torch.Tensor  # in the combine wire dtype
     where: Array
     statuses: Sequence[Refusal]
     entries: torch.Tensor | None = None
-    """float32[P, K]: the entries of row i of the sending, where the combine carried them."""
-
-
-@dataclass
-class Carried:
-    """The rows that a dispatch carried, at one rank: those sent and those that arrived. Its combine sends them back."""
-
-    sending: Sending
-    counts: Array  # [R] rows that arrived from each source
-    where: Array  # [N] the row of the carrier's table that holds each
-    number: int
-    """The number of the dispatch in its exchange, the same on all ranks."""
-    home: object = None
-    """The state that the carrier's dispatch left for its combine."""
+    """float32[P, K]: the entries of row i of the plan; None where the combine has none."""
 
 
 @dataclass(frozen=True)
@@ -62,8 +56,8 @@ class Call:
 
 
 @dataclass
-class Leaving:
-    """The input of a carrier's combine: bag i's sum of `rows` goes home for arrived row i, also `entries[i]`."""
+class OutgoingSums:
+    """The input of a carrier's combine: for arrived row i, bag i's sum of `rows` and `entries[i]` are returned."""
 
     rows: torch.Tensor
     bags: Bags
@@ -77,40 +71,37 @@ class Leaving:
         return Call("combine" if self.entries is None else "combine of gradients", self.site)
 
 
-class Carrier(Protocol):
-    home_words: int
-    """Numbers in `pack_home`. 0 where a combine needs no more than `Carried` has."""
+class Carrier(ABC):
+    """Moves rows and their metadata between CPU ranks.
 
-    def dispatch(self, x: torch.Tensor, sending: Sending, call: Call) -> Arrived:
-        """Send rows `sending.tokens` of `x`, and return the rows that arrive here. `call` is announced."""
+    Both operations are collective. They raise `PeerTimeout` or `Aborted` when a peer does not take part in time.
+    """
 
-    def combine(self, leaving: Leaving, carried: Carried, status: Refusal) -> Returned:
-        """Send home the sums, and this rank's status. Return the sums that arrive here.
+    inside_words = 0
+    """Numbers in `pack_inside`. 0 for a carrier inside one domain."""
+
+    @abstractmethod
+    def dispatch(self, x: torch.Tensor, plan: SendPlan, call: Call) -> ArrivedRows:
+        """Send rows `plan.tokens` of `x`, and return the rows that arrive here. `call` is announced."""
+
+    @abstractmethod
+    def combine(self, outgoing: OutgoingSums, routes: SavedRoutes, status: Refusal) -> ReturnedSums:
+        """Return the sums to the sources of the rows, with this rank's status. Return the sums that arrive here.
 
         Each sum is rounded once, to the combine wire dtype.
         """
 
-    def pack_home(self, home: object) -> Array:
-        """Return `Carried.home` as int32 numbers, so that a backward pass can combine."""
-
-    def unpack_home(self, carried: Carried, words: Array) -> object:
-        """Return `Carried.home` again. `carried` has all other fields."""
-
-    def close(self, together: bool) -> None:
-        """Release memory and connections; `together` if all ranks close now."""
-
-
-class KeepsNothing:
-    """The part of a carrier inside a domain: its combine needs no more than `Carried` has."""
-
-    home_words = 0
-
-    def pack_home(self, home: object) -> Array:
-        assert home is None, "this carrier's dispatch leaves nothing for its combine"
+    def pack_inside(self, routes: SavedRoutes) -> Array:  # noqa: ARG002
+        """Return `routes.inside` as int32 numbers, so that a backward pass can combine."""
         return np.zeros(0, np.int32)
 
-    def unpack_home(self, carried: Carried, words: Array) -> object:  # noqa: ARG002
+    def unpack_inside(self, routes: SavedRoutes, words: Array) -> RoutesInside | None:  # noqa: ARG002
+        """Return `routes.inside` from its numbers. `routes` has all other fields."""
         return None
+
+    @abstractmethod
+    def close(self, together: bool) -> None:
+        """Release memory and connections; `together` if all ranks close now."""
 
 
 # The order of operations of CPU ranks: all ranks of a world must be in the same one before any data is exchanged.
@@ -134,23 +125,23 @@ _SAME, _RECORD = 5, 5 + Refusal.NBYTES // 8
 
 
 def words_of(call: Call, exchange: int) -> tuple[int, int, int, int]:
-    """The numbers of an announcement: operation, exchange, call site, forward dispatch."""
+    """Return the numbers of an announcement: operation, exchange, call site, forward dispatch."""
     return _OPERATIONS.index(call.op), exchange, call.site, call.forward
 
 
-def places_of(mine: Sequence[int], theirs: Sequence[int], other: str) -> str:
+def describe_difference(own: Sequence[int], theirs: Sequence[int], other: str) -> str:
     """Say where this rank is and where `other` is, of two different announcements.
 
-    >>> places_of((0, 1, 0, 0), (2, 1, 0, 0), "rank 1")
+    >>> describe_difference((0, 1, 0, 0), (2, 1, 0, 0), "rank 1")
     'dispatch while rank 1 is in combine of the same exchange'
-    >>> places_of((0, 1, 0, 0), (0, 2, 0, 0), "rank 1")
+    >>> describe_difference((0, 1, 0, 0), (0, 2, 0, 0), "rank 1")
     'dispatch of exchange 1 while rank 1 is in dispatch of exchange 2'
-    >>> places_of((0, 1, 3, 0), (0, 1, 4, 0), "rank 1")
+    >>> describe_difference((0, 1, 3, 0), (0, 1, 4, 0), "rank 1")
     'dispatch of call site 3 while rank 1 is in dispatch of call site 4'
-    >>> places_of((1, 1, 3, 7), (1, 1, 3, 8), "rank 1")
+    >>> describe_difference((1, 1, 3, 7), (1, 1, 3, 8), "rank 1")
     'the backward pass of dispatch 7 while rank 1 is in that of dispatch 8'
     """
-    (op, exchange, site, forward), (other_op, other_exchange, other_site, other_forward) = mine, theirs
+    (op, exchange, site, forward), (other_op, other_exchange, other_site, other_forward) = own, theirs
     here, there = _OPERATIONS[op], _OPERATIONS[other_op]
     if exchange != other_exchange:
         return f"{here} of exchange {exchange} while {other} is in {there} of exchange {other_exchange}"
@@ -210,30 +201,28 @@ class OperationOrder:
         Returns the statuses of all ranks.
         """
         records = self._records[self._number % 2]
-        mine: list[int] = records[self._rank, :_SAME].tolist()
+        own: list[int] = records[self._rank, :_SAME].tolist()
         try:
             for peer in range(self._size):
-                self._waiter.for_epoch(_OPERATIONS[mine[1]], self._entered, peer, self._number)
+                self._waiter.for_epoch(_OPERATIONS[own[1]], self._entered, peer, self._number)
         except RaymoeError as error:
             self._failure = copy.copy(error)
             raise
         for peer in range(self._size):
             theirs = records[peer, :_SAME].tolist()
-            if theirs[0] != mine[0]:
+            if theirs[0] != own[0]:
                 self._failure = WiringError(
-                    f"rank {peer} announced operation {mine[0]} to rank {self._rank}, but its record is of {theirs[0]}"
+                    f"rank {peer} announced operation {own[0]} to rank {self._rank}, but its record is of {theirs[0]}"
                 )
                 raise copy.copy(self._failure)
-            if theirs != mine:
-                raise ConfigError(self._mismatch(mine, peer, theirs))
+            if theirs != own:
+                difference = describe_difference(own[1:], theirs[1:], f"rank {peer}")
+                raise ConfigError(f"rank {self._rank} is in {difference}; {ORDER_RULE}")
         return [Refusal.unpack(records[peer, _SAME:_RECORD].tobytes()) for peer in range(self._size)]
 
     def close(self, together: bool) -> None:  # noqa: ARG002
         """Release the heap; called with the world's close."""
         self._heap.close()
-
-    def _mismatch(self, mine: list[int], peer: int, theirs: list[int]) -> str:
-        return f"rank {self._rank} is in {places_of(mine[1:], theirs[1:], f'rank {peer}')}; {ORDER_RULE}"
 
 
 # The backend: arithmetic that is the same for all carriers.
@@ -241,14 +230,14 @@ class OperationOrder:
 
 @dataclass(frozen=True)
 class SavedPlacement:
-    """The state of a dispatch that its combine needs: the places of rows, and the rows carried."""
+    """The state that a dispatch saves for its combine: the places of rows and their routes."""
 
     placement: Placement
-    carried: Carried
+    routes: SavedRoutes
 
     @property
     def refusal(self) -> Refusal:
-        return self.carried.sending.refusal or self.placement.refusal
+        return self.routes.plan.refusal or self.placement.refusal
 
 
 class CpuBackend:
@@ -260,7 +249,8 @@ class CpuBackend:
 
     def __init__(self, world: World, spec: ExchangeSpec, carrier: Carrier) -> None:
         self._rank, self._size, self._spec = world.rank, world.size, spec
-        # A row leaves once for each (token, rank). Where there are several domains, once for each (token, domain).
+        # A row is sent once for each (token, rank). Where there are several domains, it is sent once for each (token,
+        # domain).
         self._destinations = world.domains if world.domains > 1 else world.size
         self._carrier = carrier
         self._own_refusal: DataRefused | None = None
@@ -272,18 +262,19 @@ class CpuBackend:
 
     @torch.no_grad()
     def dispatch_again(self, tokens: Tokens, out: torch.Tensor | None, forward: Dispatched) -> Dispatched:
-        number = forward.saved(SavedPlacement).carried.number
+        number = forward.saved(SavedPlacement).routes.number
         return self._dispatch(tokens, out, Call("dispatch of gradients", forward.site, number))
 
     def _dispatch(self, tokens: Tokens, out: torch.Tensor | None, call: Call) -> Dispatched:
-        sending = self._sending(tokens.topk_idx.numpy(), tokens.topk_weights.numpy(), tokens.num_tokens)
-        arrived = self._carrier.dispatch(tokens.x, sending, call)
+        plan = self._send_plan(tokens.topk_idx.numpy(), tokens.topk_weights.numpy(), tokens.num_tokens)
+        arrived = self._carrier.dispatch(tokens.x, plan, call)
         local, capacity = self._spec.local_experts(self._size), self._spec.rows(self._size)
         placement = Placement.of(arrived, local, self._spec.alignment, capacity)
         self._dispatches += 1
-        carried = Carried(sending, arrived.counts, arrived.where, self._dispatches, arrived.home)
-        state = SavedPlacement(placement, carried)
-        self._note_own_refusal(state.refusal)
+        routes = SavedRoutes(plan, arrived.counts, arrived.where, self._dispatches, arrived.inside)
+        state = SavedPlacement(placement, routes)
+        refusal = state.refusal
+        self._own_refusal = DataRefused(refusal.sentence(self._rank, self._spec, self._size)) if refusal else None
         x, index = (arrived.table, self._index(arrived, placement)) if out is None else (out, None)
         if out is not None and len(placement.index):
             rows = out[: len(placement.index)]
@@ -303,8 +294,8 @@ class CpuBackend:
     @torch.no_grad()
     def combine(self, rows: torch.Tensor, got: Dispatched, weighted: bool, out: torch.Tensor) -> None:
         state = got.saved(SavedPlacement)
-        leaving = Leaving(rows, state.placement.sums_to_send(weighted), site=got.site)
-        self._send_home(leaving, state, weighted, out)
+        outgoing = OutgoingSums(rows, state.placement.sums_to_send(weighted), site=got.site)
+        self._return_sums(outgoing, state, weighted, out)
 
     @torch.no_grad()
     def refuse(self, got: Dispatched) -> None:
@@ -314,8 +305,8 @@ class CpuBackend:
         rows = torch.zeros(spec.rows(self._size), spec.hidden, dtype=dtype, device="cpu")
         y = torch.empty(got.tokens, spec.hidden, dtype=dtype, device="cpu")
         placement = replace(state.placement, refusal=state.refusal or Refusal(Cause.EXPERTS))
-        leaving = Leaving(rows, state.placement.sums_to_send(False), site=got.site)
-        self._send_home(leaving, SavedPlacement(placement, state.carried), False, y)
+        outgoing = OutgoingSums(rows, state.placement.sums_to_send(False), site=got.site)
+        self._return_sums(outgoing, SavedPlacement(placement, state.routes), False, y)
 
     @torch.no_grad()
     def combine_gradients(
@@ -325,29 +316,31 @@ class CpuBackend:
         places = state.placement.entries(self._spec.topk)
         # The place of an entry whose expert is elsewhere is -1: the zero after the last weight.
         entries = torch.cat((weights, weights.new_zeros(1)))[torch.from_numpy(places)]
-        leaving = Leaving(rows, state.placement.sums_to_send(False), entries, got.site)
-        returned = self._send_home(leaving, state, False, out)
+        outgoing = OutgoingSums(rows, state.placement.sums_to_send(False), entries, got.site)
+        returned = self._return_sums(outgoing, state, False, out)
         assert returned.entries is not None
         # An entry comes from one rank, and from the others as zero. So the sum is exact.
-        out_weights.zero_().index_add_(0, torch.from_numpy(state.carried.sending.tokens), returned.entries)
+        out_weights.zero_().index_add_(0, torch.from_numpy(state.routes.plan.tokens), returned.entries)
 
-    def _sending(self, topk_idx: Array, topk_weights: Array, num_tokens: torch.Tensor | None) -> Sending:
-        """Return the rows to send: of the first `num_tokens` tokens, and none where the data are refused."""
+    def _send_plan(self, topk_idx: Array, topk_weights: Array, num_tokens: torch.Tensor | None) -> SendPlan:
+        """Return the plan of the first `num_tokens` tokens' rows. It sends none where the data are refused."""
         rows = len(topk_idx)
         n = rows if num_tokens is None else int(num_tokens.item())
         refusal = NO_REFUSAL if 0 <= n <= rows else Refusal(Cause.TOKENS, rows, n)
         n = 0 if refusal else n
-        sending = Sending.of(topk_idx[:n], topk_weights[:n], self._destinations, self._spec.experts)
-        return replace(sending, refusal=refusal) if refusal else sending
+        plan = SendPlan.of(topk_idx[:n], topk_weights[:n], self._destinations, self._spec.experts)
+        return replace(plan, refusal=refusal) if refusal else plan
 
-    def _send_home(self, leaving: Leaving, state: SavedPlacement, weighted: bool, out: torch.Tensor) -> Returned:
-        carried, tokens = state.carried, len(out)
-        returned = self._carrier.combine(leaving, carried, status_of(state.refusal, carried.number, weighted))
+    def _return_sums(
+        self, outgoing: OutgoingSums, state: SavedPlacement, weighted: bool, out: torch.Tensor
+    ) -> ReturnedSums:
+        routes, tokens = state.routes, len(out)
+        returned = self._carrier.combine(outgoing, routes, status_of(state.refusal, routes.number, weighted))
         if (refused := judge_statuses(returned.statuses, self._spec)) is not None:
             self._own_refusal = None
             out.fill_(torch.nan)
             raise refused
-        sums = RowSums(returned.table, carried.sending.sums_to_add(returned.where, tokens), out.dtype)
+        sums = RowSums(returned.table, routes.plan.sums_to_add(returned.where, tokens), out.dtype)
         sums.write(0, tokens, out)
         return returned
 
@@ -359,39 +352,39 @@ class CpuBackend:
     def metadata_words(self) -> int:
         spec, local, arriving = self._spec, self._spec.local_experts(self._size), self._size * self._spec.tokens
         words = 1 + Refusal.NBYTES // 4 + 2 * local + 1 + self._size + arriving * (1 + spec.topk)
-        return words + self._carrier.home_words
+        return words + self._carrier.inside_words
 
     def pack(self, got: Dispatched) -> torch.Tensor:
         state, K = got.saved(SavedPlacement), self._spec.topk
-        placement, carried = state.placement, state.carried
+        placement, routes = state.placement, state.routes
         refusal = np.frombuffer(placement.refusal.pack(), np.int32)
-        arrived = len(carried.where)
+        arrived = len(routes.where)
         where = np.full(self._size * self._spec.tokens, -1)
-        where[:arrived] = carried.where % len(where)  # without the parity of slots: no combine reads it
+        where[:arrived] = routes.where % len(where)  # without the parity of slots: no combine reads it
         entries = np.full((len(where), K), -1)
         entries[:arrived] = placement.entries(K)
-        numbers = np.array([carried.number])
-        home = self._carrier.pack_home(carried.home)
-        parts = (numbers, refusal, placement.offsets, placement.counts, carried.counts, where, entries.ravel(), home)
+        numbers = np.array([routes.number])
+        inside = self._carrier.pack_inside(routes)
+        parts = (numbers, refusal, placement.offsets, placement.counts, routes.counts, where, entries.ravel(), inside)
         return torch.from_numpy(np.concatenate(parts).astype(np.int32))
 
     def unpack(self, metadata: torch.Tensor, rows: torch.Tensor, weights: torch.Tensor, ids: Ids) -> Dispatched:
         topk_idx = ids.topk_idx.numpy()
         # A combine sends no weights of the source.
-        sending = self._sending(topk_idx, np.zeros(topk_idx.shape, np.float32), ids.num_tokens)
+        plan = self._send_plan(topk_idx, np.zeros(topk_idx.shape, np.float32), ids.num_tokens)
         local, words, arriving = (
             self._spec.local_experts(self._size),
             Refusal.NBYTES // 4,
             self._size * self._spec.tokens,
         )
         sizes = (1, words, local + 1, local, self._size, arriving, arriving * self._spec.topk)
-        number, refusal, offsets, counts, sources, where, entries, home = np.split(metadata.numpy(), np.cumsum(sizes))
+        number, refusal, offsets, counts, sources, where, entries, inside = np.split(metadata.numpy(), np.cumsum(sizes))
         arrived = int(sources.sum())
         places = entries.reshape(-1, self._spec.topk)[:arrived].astype(np.int64)
         refused = Refusal.unpack(refusal.tobytes())
         placement = Placement.restored(counts, offsets, places, weights.numpy(), refused)
-        carried = Carried(sending, sources.astype(np.int64), where[:arrived].astype(np.int64), int(number[0]))
-        carried.home = self._carrier.unpack_home(carried, home)
+        routes = SavedRoutes(plan, sources.astype(np.int64), where[:arrived].astype(np.int64), int(number[0]))
+        routes.inside = self._carrier.unpack_inside(routes, inside)
         return Dispatched(
             x=rows,
             weights=weights,
@@ -399,7 +392,7 @@ class CpuBackend:
             expert_counts=torch.from_numpy(counts),
             index=None,
             tokens=len(ids.topk_idx),
-            _saved=SavedPlacement(placement, carried),
+            _saved=SavedPlacement(placement, routes),
             _owner=self,
         )
 
@@ -415,12 +408,7 @@ class CpuBackend:
     def close(self, together: bool) -> None:
         self._carrier.close(together)
 
-    def _note_own_refusal(self, refusal: Refusal) -> None:
-        self._own_refusal = None
-        if refusal:
-            self._own_refusal = DataRefused(refusal.sentence(self._rank, self._spec, self._size))
-
-    def _index(self, arrived: Arrived, placement: Placement) -> torch.Tensor:
+    def _index(self, arrived: ArrivedRows, placement: Placement) -> torch.Tensor:
         index = torch.full((self._spec.rows(self._size),), arrived.zero_row, device="cpu")
         index[: len(placement.index)] = torch.from_numpy(placement.index)
         return index

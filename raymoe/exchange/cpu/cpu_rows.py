@@ -17,7 +17,7 @@ Array: TypeAlias = npt.NDArray[Any]
 
 
 def starts_of(counts: Array) -> Array:
-    """The starts of runs that lie one after the other, and the end of the last.
+    """Return the starts of runs that lie one after the other, and the end of the last.
 
     >>> starts_of(np.array([2, 0, 3])).tolist()
     [0, 2, 2, 5]
@@ -28,7 +28,7 @@ def starts_of(counts: Array) -> Array:
 
 
 def places_in_runs(counts: Array, starts: Array) -> Array:
-    """The places of all elements of runs, where run i has `counts[i]` elements and begins at `starts[i]`.
+    """Return the places of all elements of runs, where run i has `counts[i]` elements and begins at `starts[i]`.
 
     >>> places_in_runs(np.array([2, 1]), np.array([0, 16])).tolist()
     [0, 1, 16]
@@ -76,23 +76,23 @@ class Bags:
 
 
 @dataclass
-class Sending:
+class SendPlan:
     """The rows that a source sends: one for each (token, destination rank), however many of its experts are named.
 
     Rows are in the order (destination, token). `ids` are local to the destination; -1 means an expert elsewhere.
 
     >>> ids = np.array([[0, 3], [2, 3], [-1, -1]])  # three tokens, experts 0 and 1 on rank 0, 2 and 3 on rank 1
-    >>> sending = Sending.of(ids, np.ones((3, 2), np.float32), ranks=2, experts=4)
-    >>> sending.ranks.tolist(), sending.tokens.tolist(), sending.counts.tolist()
+    >>> plan = SendPlan.of(ids, np.ones((3, 2), np.float32), ranks=2, experts=4)
+    >>> plan.ranks.tolist(), plan.tokens.tolist(), plan.counts.tolist()
     ([0, 1, 1], [0, 0, 1], [1, 2])
-    >>> sending.ids.tolist()
+    >>> plan.ids.tolist()
     [[0, -1], [-1, 1], [0, 1]]
-    >>> Sending.of(ids + 1, np.ones((3, 2), np.float32), ranks=2, experts=4).refusal
+    >>> SendPlan.of(ids + 1, np.ones((3, 2), np.float32), ranks=2, experts=4).refusal
     Refusal(cause=<Cause.ID: 1>, other=0, number=4)
     """
 
-    given_ids: Array  # [T', K] as the caller gave them; empty if they are refused
-    given_weights: Array
+    topk_idx: Array  # [T', K] as the caller gave them; empty if they are refused
+    topk_weights: Array
     ranks: Array  # [P] the destination of each row
     tokens: Array  # [P] the token of each row
     counts: Array  # [R] rows for each destination
@@ -101,7 +101,7 @@ class Sending:
     refusal: Refusal = NO_REFUSAL
 
     @classmethod
-    def of(cls, ids: Array, weights: Array, ranks: int, experts: int) -> Sending:
+    def of(cls, ids: Array, weights: Array, ranks: int, experts: int) -> SendPlan:
         refusal = _out_of_range(ids, experts)
         if refusal:  # a refused step sends nothing
             ids, weights = ids[:0], weights[:0]
@@ -119,11 +119,11 @@ class Sending:
         here = np.where(here.view(np.uint32) < local, here, -1)  # as unsigned, a negative id is large
         return cls(ids, weights, rank, token, counts, here, weights.take(token, axis=0), refusal)
 
-    def sums_to_add(self, home: Array, tokens: int) -> Bags:
-        """A bag for each of `tokens` tokens: its returned rows, in rank order. `home[i]` is the place of row i."""
+    def sums_to_add(self, where: Array, tokens: int) -> Bags:
+        """Make a bag for each of `tokens` tokens: its returned rows, in rank order. Row i is at `where[i]`."""
         order = np.argsort(self.tokens, kind="stable")  # rows are in rank order already
         counts = np.bincount(self.tokens, minlength=tokens)
-        return Bags(home.take(order), starts_of(counts))
+        return Bags(where.take(order), starts_of(counts))
 
 
 def _out_of_range(ids: Array, experts: int) -> Refusal:
@@ -137,7 +137,7 @@ def _out_of_range(ids: Array, experts: int) -> Refusal:
 
 
 @dataclass
-class Arrived:
+class ArrivedRows:
     """The rows that a carrier received, in the order (source, token), and their metadata."""
 
     table: torch.Tensor
@@ -147,8 +147,33 @@ class Arrived:
     counts: Array  # [R] how many of the N rows each source sent
     zero_row: int  # a row of `table` that holds zeros
     refusal: Refusal = NO_REFUSAL
-    home: object = None
-    """The state that the carrier's combine needs; None where it needs no more than `Carried` has."""
+    inside: RoutesInside | None = None
+    """Only between domains: the routes of the rows inside this domain."""
+
+
+# The state that a dispatch saves for its combine, which sends sums back where the rows came from.
+
+
+@dataclass
+class SavedRoutes:
+    """Where the rows of a dispatch went and where rows came from, at one rank."""
+
+    plan: SendPlan
+    counts: Array  # [R] rows that arrived from each source
+    where: Array  # [N] the row of the carrier's table that holds each
+    number: int
+    """The number of the dispatch in its exchange, the same on all ranks."""
+    inside: RoutesInside | None = None
+    """Only between domains: the routes of the rows inside this domain."""
+
+
+@dataclass(frozen=True)
+class RoutesInside:
+    """The routes inside a domain, of a dispatch between domains."""
+
+    routes: SavedRoutes
+    places: Array
+    """The place in the contract's order of each row that arrived inside."""
 
 
 @dataclass
@@ -157,7 +182,7 @@ class Placement:
 
     >>> ids = np.array([[1, 0], [-1, 1]])  # two rows arrived; the first is for both experts
     >>> weights = np.array([[0.25, 0.75], [0.0, 1.0]], np.float32)
-    >>> arrived = Arrived(torch.zeros(3, 8), np.array([0, 1]), ids, weights, np.array([2]), zero_row=2)
+    >>> arrived = ArrivedRows(torch.zeros(3, 8), np.array([0, 1]), ids, weights, np.array([2]), zero_row=2)
     >>> placed = Placement.of(arrived, experts=2, alignment=4, capacity=16)
     >>> placed.counts.tolist(), placed.offsets.tolist()
     ([1, 2], [0, 4, 8])
@@ -175,7 +200,7 @@ class Placement:
     refusal: Refusal = NO_REFUSAL
 
     @classmethod
-    def of(cls, arrived: Arrived, experts: int, alignment: int, capacity: int) -> Placement:
+    def of(cls, arrived: ArrivedRows, experts: int, alignment: int, capacity: int) -> Placement:
         flat = arrived.ids.ravel()
         pair = np.flatnonzero(flat >= 0)
         expert = flat.take(pair)
@@ -204,7 +229,7 @@ class Placement:
 
     @classmethod
     def _empty(cls, experts: int, capacity: int, rows: int, refusal: Refusal) -> Placement:
-        """Place nothing, because the step is refused. Each row that arrived goes home as zeros."""
+        """Place nothing, because the step is refused. Each row that arrived is returned as zeros."""
         none = np.zeros(0, np.int64)
         weights = np.zeros(capacity, np.float32)
         return cls(
@@ -233,18 +258,18 @@ class Placement:
         return cls(counts, offsets, none, weights, entries.ravel().take(pair), pair, pairs, refusal)
 
     def entries(self, topk: int) -> Array:
-        """The place of each entry (row that arrived, k); -1 where the expert is elsewhere."""
+        """Return the place of each entry (row that arrived, k); -1 where the expert is elsewhere."""
         entries = np.full(len(self._pairs) * topk, -1)
         entries[self._pair] = self._place
         return entries.reshape(-1, topk)
 
     def sums_to_send(self, weighted: bool) -> Bags:
-        """A bag for each row that arrived: its expert-major rows, in the order of k."""
+        """Make a bag for each row that arrived: its expert-major rows, in the order of k."""
         return Bags(self._place, starts_of(self._pairs), self.weights.take(self._place) if weighted else None)
 
 
-def _first_unknown_expert(arrived: Arrived, experts: int) -> tuple[int, int]:
-    """The source of the first local id that is too large, and that id."""
+def _first_unknown_expert(arrived: ArrivedRows, experts: int) -> tuple[int, int]:
+    """Return the source of the first local id that is too large, and the id."""
     row, k = np.argwhere(arrived.ids >= experts)[0].tolist()
     return int(np.searchsorted(starts_of(arrived.counts), row, side="right")) - 1, int(arrived.ids[row, k])
 
@@ -310,7 +335,7 @@ class RowSums:
         return torch.where(sums.isnan(), self._sums_by_whole_weights(self._split_bags, begin, end), sums)
 
     def _sums_by_whole_weights(self, bags: Bags, begin: int, end: int) -> torch.Tensor:
-        """The same sums in float32, where each row is added once by its whole weight."""
+        """Return these sums in float32, where each row is added once by its whole weight."""
         assert bags.weights is not None
         first, last = int(bags.starts[begin]), int(bags.starts[end])
         rows = self._table.index_select(0, torch.from_numpy(bags.index[first:last])).float()

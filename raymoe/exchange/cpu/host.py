@@ -46,8 +46,16 @@ import numpy as np
 import torch
 
 from raymoe.errors import WiringError
-from raymoe.exchange.cpu.cpu_backend import Call, Carried, KeepsNothing, Leaving, OperationOrder, Returned
-from raymoe.exchange.cpu.cpu_rows import Array, Arrived, RowSums, Sending, places_in_runs, starts_of
+from raymoe.exchange.cpu.cpu_backend import Call, Carrier, OperationOrder, OutgoingSums, ReturnedSums
+from raymoe.exchange.cpu.cpu_rows import (
+    Array,
+    ArrivedRows,
+    RowSums,
+    SavedRoutes,
+    SendPlan,
+    places_in_runs,
+    starts_of,
+)
 from raymoe.exchange.refusal import NO_REFUSAL, Cause, Refusal
 from raymoe.exchange.spec import ExchangeSpec, slots_layout
 from raymoe.memory.heap import Heap
@@ -57,7 +65,7 @@ _EPOCH, _ROWS = 0, 1
 _STATUS = slice(2, 2 + Refusal.NBYTES // 8)
 
 
-class HostSlots(KeepsNothing):
+class HostSlots(Carrier):
     """The carrier over shared memory: its slots, flags and epochs."""
 
     def __init__(self, world: World, spec: ExchangeSpec) -> None:
@@ -66,26 +74,26 @@ class HostSlots(KeepsNothing):
         self._order = world.shared(OperationOrder)
         self._number = self._order.register()
         self._heap = world.allocate(slots_layout(spec, world.size), "exchange slots")
-        self._mine = _Views(self._heap, spec, world.rank, world.size)
+        self._own = _Views(self._heap, spec, world.rank, world.size)
         # The order of writing starts with the next rank, so that not all ranks write to one peer at the same time.
         order = [(world.rank + 1 + step) % world.size for step in range(world.size)]
         self._peers = [(peer, _Views(self._heap, spec, peer, world.size)) for peer in order]
         self._dispatched = 0
         self._combined = 0
 
-    def dispatch(self, x: torch.Tensor, sending: Sending, call: Call) -> Arrived:
+    def dispatch(self, x: torch.Tensor, plan: SendPlan, call: Call) -> ArrivedRows:
         self._order.enter(call, self._number)
         epoch = self._dispatched + 1
         parity, me = epoch % 2, self._rank
-        starts = starts_of(sending.counts).tolist()
-        tokens = torch.from_numpy(sending.tokens)
+        starts = starts_of(plan.counts).tolist()
+        tokens = torch.from_numpy(plan.tokens)
         for peer, views in self._peers:
             begin, end = starts[peer], starts[peer + 1]
             n = end - begin
             if n:
                 torch.index_select(x, 0, tokens[begin:end], out=views.dispatch_rows[parity, me, :n])
-                views.ids[parity, me, :n] = sending.ids[begin:end]
-                views.weights[parity, me, :n] = sending.weights[begin:end]
+                views.ids[parity, me, :n] = plan.ids[begin:end]
+                views.weights[parity, me, :n] = plan.weights[begin:end]
             views.dispatch_head[parity, me, : _ROWS + 1] = epoch, n
         self._order.agree()
         self._dispatched = epoch
@@ -94,34 +102,34 @@ class HostSlots(KeepsNothing):
             views.dispatch_flag[me] = epoch
         return self._arrived(parity)
 
-    def _arrived(self, parity: int) -> Arrived:
-        mine, counts, refusal = self._mine, np.zeros(self._size, np.int64), NO_REFUSAL
+    def _arrived(self, parity: int) -> ArrivedRows:
+        own, counts, refusal = self._own, np.zeros(self._size, np.int64), NO_REFUSAL
         ids, weights = [], []
         for source in range(self._size):
-            self._waiter.for_epoch("dispatch", mine.dispatch_flag, source, self._dispatched)
-            epoch, rows = mine.dispatch_head[parity, source, : _ROWS + 1].tolist()
+            self._waiter.for_epoch("dispatch", own.dispatch_flag, source, self._dispatched)
+            epoch, rows = own.dispatch_head[parity, source, : _ROWS + 1].tolist()
             self._expect(epoch, self._dispatched, source)
             if not 0 <= rows <= self._tokens:
                 refusal, rows = refusal or Refusal(Cause.COUNT, source, rows), 0
             counts[source] = rows
-            ids.append(mine.ids[parity, source, :rows])
-            weights.append(mine.weights[parity, source, :rows])
+            ids.append(own.ids[parity, source, :rows])
+            weights.append(own.weights[parity, source, :rows])
         where = places_in_runs(counts, (parity * self._size + np.arange(self._size)) * self._tokens)
         zero_row = 2 * self._size * self._tokens
-        return Arrived(mine.table, where, np.concatenate(ids), np.concatenate(weights), counts, zero_row, refusal)
+        return ArrivedRows(own.table, where, np.concatenate(ids), np.concatenate(weights), counts, zero_row, refusal)
 
-    def combine(self, leaving: Leaving, carried: Carried, status: Refusal) -> Returned:
-        self._order.enter(leaving.call, self._number)
+    def combine(self, outgoing: OutgoingSums, routes: SavedRoutes, status: Refusal) -> ReturnedSums:
+        self._order.enter(outgoing.call, self._number)
         epoch = self._combined + 1
         parity, me = epoch % 2, self._rank
-        starts = starts_of(carried.counts).tolist()
-        sums = RowSums(leaving.rows, leaving.bags, self._mine.combine_rows.dtype)
+        starts = starts_of(routes.counts).tolist()
+        sums = RowSums(outgoing.rows, outgoing.bags, self._own.combine_rows.dtype)
         words = np.frombuffer(status.pack(), np.int64)
         for peer, views in self._peers:
             begin, end = starts[peer], starts[peer + 1]
             sums.write(begin, end, views.combine_rows[parity, me])
-            if leaving.entries is not None:
-                views.combine_weights[parity, me, : end - begin] = leaving.entries[begin:end]
+            if outgoing.entries is not None:
+                views.combine_weights[parity, me, : end - begin] = outgoing.entries[begin:end]
             views.combine_head[parity, me, _EPOCH] = epoch
             views.combine_head[parity, me, _STATUS] = words
         self._order.agree()
@@ -131,25 +139,23 @@ class HostSlots(KeepsNothing):
             views.combine_flag[me] = epoch
         statuses = []
         for peer in range(self._size):
-            self._waiter.for_epoch("combine", self._mine.combine_flag, peer, self._combined)
-            self._expect(int(self._mine.combine_head[parity, peer, _EPOCH]), self._combined, peer)
-            statuses.append(Refusal.unpack(self._mine.combine_head[parity, peer, _STATUS].tobytes()))
-        where = places_in_runs(carried.sending.counts, np.arange(self._size) * self._tokens)
-        table, entries = self._mine.combine_rows[parity].flatten(0, 1), None
-        if leaving.entries is not None:
-            entries = self._mine.combine_weights[parity].flatten(0, 1)[torch.from_numpy(where)]
-        return Returned(table, where, statuses, entries)
+            self._waiter.for_epoch("combine", self._own.combine_flag, peer, self._combined)
+            self._expect(int(self._own.combine_head[parity, peer, _EPOCH]), self._combined, peer)
+            statuses.append(Refusal.unpack(self._own.combine_head[parity, peer, _STATUS].tobytes()))
+        where = places_in_runs(routes.plan.counts, np.arange(self._size) * self._tokens)
+        table, entries = self._own.combine_rows[parity].flatten(0, 1), None
+        if outgoing.entries is not None:
+            entries = self._own.combine_weights[parity].flatten(0, 1)[torch.from_numpy(where)]
+        return ReturnedSums(table, where, statuses, entries)
 
-    def _expect(self, found: int, epoch: int, peer: int) -> None:
-        if found != epoch:
-            raise WiringError(
-                f"the slots of rank {peer} at rank {self._rank} hold epoch {found}; {epoch} was announced"
-            )
+    def _expect(self, held: int, epoch: int, peer: int) -> None:
+        if held != epoch:
+            raise WiringError(f"the slots of rank {peer} at rank {self._rank} hold epoch {held}; {epoch} was announced")
 
     def close(self, together: bool) -> None:  # noqa: ARG002
         self._heap.close()  # also without the peers: one that still writes here keeps the pages alive
         self._peers.clear()  # results of dispatch refer to this object, and its views would keep the slots mapped
-        del self._mine
+        del self._own
 
 
 class _Views:

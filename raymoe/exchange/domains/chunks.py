@@ -1,4 +1,4 @@
-"""Decide in how many chunks rows cross between domains. No torch here."""
+"""Decide in how many chunks rows cross between domains."""
 
 from __future__ import annotations
 
@@ -7,13 +7,13 @@ from collections.abc import Sequence
 from raymoe.errors import ConfigError
 from raymoe.exchange.spec import ExchangeSpec
 from raymoe.fp8 import FP8
-from raymoe.net.blocks import RAIL_BLOCKS
+from raymoe.net.rail import RAIL_BLOCKS
 
 CHUNK_BYTES, MOST_CHUNKS = 4 << 20, 8
-"""With `auto`, a rank's block of a chunk has so many bytes or more, and there are at most so many chunks.
+"""With `auto`, the least bytes of a rank's block of a chunk, and the most chunks.
 
-Beside a rail of 45 GB/s that one H200 mirrors, 8 chunks were best for 4096 tokens of 14 KiB. Of 512 tokens, two chunks
-of a dispatch gained 5 % at most, and 8 lost time; chunks of a combine gained 6 % at most (docs/scaling.md).
+Beside a rail of 45 GB/s that one H200 mirrors, 8 chunks were best for 4096 tokens of 14 KiB. With 512 tokens, two
+chunks of a dispatch gained 5 % at most, and 8 lost time; chunks of a combine gained 6 % at most (docs/scaling.md).
 """
 
 SMS_BESIDE = RAIL_BLOCKS + 1
@@ -26,8 +26,8 @@ def crossing_bytes(spec: ExchangeSpec) -> int:
     return spec.hidden if spec.dispatch_wire == FP8 else spec.row_bytes
 
 
-def chunk_of(spec: ExchangeSpec, asked: int | str, reasons: Sequence[str]) -> int:
-    """Return the tokens of a chunk; 0: all rows cross at once. `reasons` say why they must.
+def chunk_of(spec: ExchangeSpec, chunk: int | str, reasons: Sequence[str]) -> int:
+    """Return the tokens of a chunk for the caller's `chunk`; 0: all rows cross at once. `reasons` say why they must.
 
     >>> spec = ExchangeSpec(tokens=4096, hidden=7168, experts=256, topk=8)  # 56 MiB
     >>> chunk_of(spec, "auto", ()), chunk_of(spec, "auto", ("sms",)), chunk_of(spec, 600, ()), chunk_of(spec, 4096, ())
@@ -39,14 +39,14 @@ def chunk_of(spec: ExchangeSpec, asked: int | str, reasons: Sequence[str]) -> in
     Traceback (most recent call last):
     raymoe.errors.ConfigError: chunk is 600, and backend staged does not wait for chunks: take fused
     """
-    if asked == "auto":
+    if chunk == "auto":
         chunks = 0 if reasons else min(MOST_CHUNKS, spec.tokens * crossing_bytes(spec) // CHUNK_BYTES)
         return -(-spec.tokens // chunks) if chunks > 1 else 0
-    if int(asked) >= spec.tokens:
+    if int(chunk) >= spec.tokens:
         return 0
     if reasons:
-        raise ConfigError(f"chunk is {asked}, and {reasons[0]}")
-    return int(asked)
+        raise ConfigError(f"chunk is {chunk}, and {reasons[0]}")
+    return int(chunk)
 
 
 def sms_beside(limit: int | None, most: int) -> int:

@@ -1,8 +1,8 @@
 """The parameters of the kernels around the rail of an exchange between domains.
 
 They are in kernels/domains/. A dispatch runs publish_tokens.cu, enter_domain.cu and join_experts.cu, a combine
-publish_statuses.cu and sum_domains.cu, in this order. None waits for another GPU, and all run from compute capability
-8.0 on.
+publish_statuses.cu and sum_domains.cu, in this order. Where rows cross in chunks, advance_chunk.cu follows each chunk.
+None waits for another GPU, and all run from compute capability 8.0 on.
 """
 
 from __future__ import annotations
@@ -45,6 +45,16 @@ class EnterDomainParams(Params):
     first: U32 = 0
     here: U32 = 0
     experts: U32 = 0
+    unused: U32 = 0
+
+
+@dataclass(frozen=True)
+class ChunkParams(Params):
+    """Twin of the struct in kernels/domains/advance_chunk.cu, which describes the fields."""
+
+    words: Address = 0
+    aborted: Address = 0
+    chunk: U32 = 0
     unused: U32 = 0
 
 
@@ -104,6 +114,8 @@ class SumDomainsParams(Params):
 
 PUBLISH_TOKENS = KernelSource("domains/publish_tokens", (PublishTokensParams,))
 ENTER_DOMAIN = KernelSource("domains/enter_domain", (EnterDomainParams,))
+ADVANCE_CHUNK = KernelSource("domains/advance_chunk", (ChunkParams,))
+"""The kernel that announces a chunk of rows. Its block has 32 threads."""
 JOIN_EXPERTS = KernelSource("domains/join_experts", (JoinExpertsParams,))
 PUBLISH_STATUSES = KernelSource("domains/publish_statuses", (PublishStatusesParams,))
 

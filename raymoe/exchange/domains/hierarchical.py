@@ -35,7 +35,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from typing import TypeAlias
 
@@ -47,15 +47,23 @@ from raymoe.exchange.backend import HARMLESS_ERRORS
 from raymoe.exchange.cpu.cpu_backend import (
     ORDER_RULE,
     Call,
-    Carried,
     Carrier,
-    Leaving,
     OperationOrder,
-    Returned,
-    places_of,
+    OutgoingSums,
+    ReturnedSums,
+    describe_difference,
     words_of,
 )
-from raymoe.exchange.cpu.cpu_rows import Array, Arrived, RowSums, Sending, places_in_runs, starts_of
+from raymoe.exchange.cpu.cpu_rows import (
+    Array,
+    ArrivedRows,
+    RoutesInside,
+    RowSums,
+    SavedRoutes,
+    SendPlan,
+    places_in_runs,
+    starts_of,
+)
 from raymoe.exchange.domains.rail_operation import begun
 from raymoe.exchange.refusal import Refusal, judge_statuses
 from raymoe.exchange.spec import ExchangeSpec
@@ -68,15 +76,7 @@ CarrierMaker: TypeAlias = Callable[[World, ExchangeSpec], Carrier]
 _DISAGREED = 4  # the word of a head that says whether the ranks of a domain are in different operations
 
 
-@dataclass(frozen=True)
-class SavedPlaces:
-    """The state of a dispatch that its combine needs: the rows inside the domain, and their places in the contract."""
-
-    inside: Carried
-    places: Array
-
-
-class HierarchicalRows:
+class HierarchicalRows(Carrier):
     """The carrier between domains. It owns a carrier inside the domain, and shares the rail of its world."""
 
     def __init__(self, world: World, spec: ExchangeSpec, make_carrier: CarrierMaker) -> None:
@@ -96,42 +96,42 @@ class HierarchicalRows:
         self._head = torch.zeros(5, dtype=torch.int64, device="cpu")
         self._heads = torch.zeros(self._domains * 5, dtype=torch.int64, device="cpu")
         dtype: torch.dtype = getattr(torch, spec.dtype)
-        self._mine = torch.zeros(T, spec.hidden, dtype=dtype, device="cpu")
+        self._padded = torch.zeros(T, spec.hidden, dtype=dtype, device="cpu")
         self._rows = torch.zeros(self._domains * T, spec.hidden, dtype=dtype, device="cpu")
         # T*K global ids, -1 where a token is absent or has no expert, and the bits of T*K weights.
         self._metadata_out = torch.empty(2, T, K, dtype=torch.int32, device="cpu")
         self._metadata_in = torch.empty(self._domains, 2, T, K, dtype=torch.int32, device="cpu")
         # For each domain the sums of T tokens, then a row for the status of each of L ranks.
-        home: torch.dtype = getattr(torch, spec.combine_wire)
-        self._leaving = torch.zeros(self._domains, T + domain.size, spec.home_width, dtype=home, device="cpu")
-        self._returned = torch.empty_like(self._leaving)
-        self.home_words = world.domains * T * K  # the ids inside
+        wire: torch.dtype = getattr(torch, spec.combine_wire)
+        self._sums_out = torch.zeros(self._domains, T + domain.size, spec.combine_width, dtype=wire, device="cpu")
+        self._sums_in = torch.empty_like(self._sums_out)
+        self.inside_words = world.domains * T * K  # the ids inside
 
-    def dispatch(self, x: torch.Tensor, sending: Sending, call: Call) -> Arrived:
+    def dispatch(self, x: torch.Tensor, plan: SendPlan, call: Call) -> ArrivedRows:
         with self._operation():
             self._agree(call)
             with begun(self._rail, call.op, self._world.rank):
-                return self._dispatch(x, sending, call)
+                return self._dispatch(x, plan, call)
 
-    def combine(self, leaving: Leaving, carried: Carried, status: Refusal) -> Returned:
+    def combine(self, outgoing: OutgoingSums, routes: SavedRoutes, status: Refusal) -> ReturnedSums:
         with self._operation():
-            self._agree(leaving.call)
-            with begun(self._rail, leaving.call.op, self._world.rank):
-                return self._combine(leaving, carried, status)
+            self._agree(outgoing.call)
+            with begun(self._rail, outgoing.call.op, self._world.rank):
+                return self._combine(outgoing, routes, status)
 
-    def pack_home(self, home: object) -> Array:
-        assert isinstance(home, SavedPlaces)
-        return home.inside.sending.given_ids.ravel()
+    def pack_inside(self, routes: SavedRoutes) -> Array:
+        assert routes.inside is not None
+        return routes.inside.routes.plan.topk_idx.ravel()
 
-    def unpack_home(self, carried: Carried, words: Array) -> SavedPlaces:
+    def unpack_inside(self, routes: SavedRoutes, words: Array) -> RoutesInside:
         N, L, K = self._domains, self._per_domain, self._spec.topk
         ids = words.reshape(-1, K)
-        sending = Sending.of(ids, np.zeros(ids.shape, np.float32), L, self._spec.experts)
-        counts = carried.counts.reshape(N, L)
+        plan = SendPlan.of(ids, np.zeros(ids.shape, np.float32), L, self._spec.experts)
+        counts = routes.counts.reshape(N, L)
         # Rows are in runs: (domain, place) in the contract, (place, domain) inside.
-        begins = starts_of(carried.counts)[:-1].reshape(N, L)
+        begins = starts_of(routes.counts)[:-1].reshape(N, L)
         places = places_in_runs(counts.T.ravel(), begins.T.ravel())
-        return SavedPlaces(Carried(sending, counts.sum(axis=0), carried.where.take(places), carried.number), places)
+        return RoutesInside(SavedRoutes(plan, counts.sum(axis=0), routes.where.take(places), routes.number), places)
 
     def close(self, together: bool) -> None:
         self._inside.close(together)
@@ -151,46 +151,48 @@ class HierarchicalRows:
         finally:
             waiter.watch = None
 
-    def _dispatch(self, x: torch.Tensor, sending: Sending, call: Call) -> Arrived:
-        mine = x
+    def _dispatch(self, x: torch.Tensor, plan: SendPlan, call: Call) -> ArrivedRows:
+        own_rows = x
         if len(x) < self._spec.tokens:
-            self._mine[: len(x)].copy_(x)
-            mine = self._mine
-        wait_rows = self._rail.gather("dispatch", self._rows, mine)
+            self._padded[: len(x)].copy_(x)
+            own_rows = self._padded
+        wait_rows = self._rail.gather("dispatch", self._rows, own_rows)
         ids, weights = self._metadata_out.numpy()
         ids.fill(-1)
-        ids[: len(sending.given_ids)] = sending.given_ids
-        weights[: len(sending.given_ids)] = sending.given_weights.view(np.int32)
+        ids[: len(plan.topk_idx)] = plan.topk_idx
+        weights[: len(plan.topk_idx)] = plan.topk_weights.view(np.int32)
         self._rail.gather("dispatch", self._metadata_in.flatten(0, 1), self._metadata_out)()
-        inside = self._sending_inside()
+        inside = self._plan_inside()
         wait_rows()
         with self._named_by_world():
             arrived = self._inside.dispatch(self._rows, inside, call)
         self._dispatches += 1
         return self._in_contract_order(arrived, inside)
 
-    def _combine(self, leaving: Leaving, carried: Carried, status: Refusal) -> Returned:
-        home, T, L = carried.home, self._spec.tokens, self._per_domain
-        assert isinstance(home, SavedPlaces)
-        inside = Leaving(leaving.rows, leaving.bags.take(home.places), site=leaving.site)
-        if leaving.entries is not None:
-            inside.entries = leaving.entries[torch.from_numpy(home.places)]
+    def _combine(self, outgoing: OutgoingSums, routes: SavedRoutes, status: Refusal) -> ReturnedSums:
+        T, L = self._spec.tokens, self._per_domain
+        assert routes.inside is not None
+        inside, places = routes.inside.routes, routes.inside.places
+        outgoing_inside = OutgoingSums(outgoing.rows, outgoing.bags.take(places), site=outgoing.site)
+        if outgoing.entries is not None:
+            outgoing_inside.entries = outgoing.entries[torch.from_numpy(places)]
         with self._named_by_world():
-            back = self._inside.combine(inside, home.inside, status)
-        if judge_statuses(back.statuses, self._spec) is None:  # else rows may be missing, and no rank reads the sums
-            self._add_inside(back, home.inside.sending)
-        packed = self._leaving.view(torch.uint8)[:, T:, : Refusal.NBYTES]
-        for place, each in enumerate(back.statuses):
-            packed[:, place] = torch.frombuffer(bytearray(each.pack()), dtype=torch.uint8)
-        self._rail.swap("combine", self._returned, self._leaving)()
-        packed = self._returned.view(torch.uint8)[:, T:, : Refusal.NBYTES]
-        statuses = [Refusal.unpack(each.numpy().tobytes()) for block in packed for each in block]
-        domains, tokens = carried.sending.ranks, carried.sending.tokens  # a row's `rank` is its domain
+            returned = self._inside.combine(outgoing_inside, inside, status)
+        # In a refused step rows may be missing, and no rank reads the sums.
+        if judge_statuses(returned.statuses, self._spec) is None:
+            self._add_inside(returned, inside.plan)
+        packed = self._sums_out.view(torch.uint8)[:, T:, : Refusal.NBYTES]
+        for place, status_inside in enumerate(returned.statuses):
+            packed[:, place] = torch.frombuffer(bytearray(status_inside.pack()), dtype=torch.uint8)
+        self._rail.swap("combine", self._sums_in, self._sums_out)()
+        packed = self._sums_in.view(torch.uint8)[:, T:, : Refusal.NBYTES]
+        statuses = [Refusal.unpack(words.numpy().tobytes()) for block in packed for words in block]
+        domains, tokens = routes.plan.ranks, routes.plan.tokens  # a row's `rank` is its domain
         entries = None
-        if leaving.entries is not None:
-            entries = self._swap_entries(back, home.inside.sending)[domains, tokens]
+        if outgoing.entries is not None:
+            entries = self._swap_entries(returned, inside.plan)[domains, tokens]
         where = domains * (T + L) + tokens
-        return Returned(self._returned.flatten(0, 1)[:, : self._spec.hidden], where, statuses, entries)
+        return ReturnedSums(self._sums_in.flatten(0, 1)[:, : self._spec.hidden], where, statuses, entries)
 
     def _agree(self, call: Call) -> None:
         """Raise on all ranks of all domains unless all are in the same operation of the same exchange."""
@@ -201,8 +203,8 @@ class HierarchicalRows:
                 self._order.agree()
         except ConfigError as error:
             problem = error
-        mine = (*words_of(call, self._number), int(problem is not None))
-        self._head.copy_(torch.tensor(mine))
+        own_head = (*words_of(call, self._number), int(problem is not None))
+        self._head.copy_(torch.tensor(own_head))
         self._rail.gather(call.op, self._heads, self._head)()
         if problem is not None:
             raise problem
@@ -212,11 +214,11 @@ class HierarchicalRows:
                     f"rank {self._world.rank} is in {call.op} while ranks of domain {domain} are in different "
                     f"operations; {ORDER_RULE}"
                 )
-            if tuple(head) != mine:
-                places = places_of(mine[:_DISAGREED], head[:_DISAGREED], f"domain {domain}")
-                raise ConfigError(f"rank {self._world.rank} is in {places}; {ORDER_RULE}")
+            if tuple(head) != own_head:
+                difference = describe_difference(own_head[:_DISAGREED], head[:_DISAGREED], f"domain {domain}")
+                raise ConfigError(f"rank {self._world.rank} is in {difference}; {ORDER_RULE}")
 
-    def _sending_inside(self) -> Sending:
+    def _plan_inside(self) -> SendPlan:
         """Make the rows that this rank sends inside its domain: those of all domains' tokens for experts here."""
         N, K, local = self._domains, self._spec.topk, self._local
         metadata: Array = self._metadata_in.numpy()
@@ -225,9 +227,9 @@ class HierarchicalRows:
         source = np.arange(N, dtype=np.int32)[:, None, None]
         ids = np.where(here, expert // local * (N * local) + source * local + expert % local, -1).reshape(-1, K)
         weights = metadata[:, 1].reshape(-1, K).view(np.float32)
-        return Sending.of(ids, weights, self._per_domain, self._spec.experts)
+        return SendPlan.of(ids, weights, self._per_domain, self._spec.experts)
 
-    def _in_contract_order(self, arrived: Arrived, sending: Sending) -> Arrived:
+    def _in_contract_order(self, arrived: ArrivedRows, plan: SendPlan) -> ArrivedRows:
         N, L, local = self._domains, self._per_domain, self._local
         known = arrived.ids < N * local  # others are the fault of a peer; they stay too large, and are refused
         source = np.where(known, arrived.ids, 0).max(axis=1) // local
@@ -239,8 +241,8 @@ class HierarchicalRows:
         refusal = arrived.refusal
         if refusal:  # it names a rank of this domain
             refusal = replace(refusal, other=self._index * L + refusal.other)
-        inside = Carried(sending, arrived.counts, arrived.where, self._dispatches, arrived.home)
-        return Arrived(
+        inside = SavedRoutes(plan, arrived.counts, arrived.where, self._dispatches)
+        return ArrivedRows(
             arrived.table,
             arrived.where.take(order),
             ids.take(order, axis=0),
@@ -248,24 +250,24 @@ class HierarchicalRows:
             counts,
             arrived.zero_row,
             refusal,
-            SavedPlaces(inside, places),
+            RoutesInside(inside, places),
         )
 
-    def _swap_entries(self, back: Returned, sending: Sending) -> torch.Tensor:
+    def _swap_entries(self, returned: ReturnedSums, plan: SendPlan) -> torch.Tensor:
         """Bring the gradients of weights from the domains to their sources: float32[N, T, K]."""
         N, T, K = self._domains, self._spec.tokens, self._spec.topk
-        leaving = torch.zeros(N * T, K, device="cpu")
-        if back.entries is not None:  # None where the step is refused
+        entries_out = torch.zeros(N * T, K, device="cpu")
+        if returned.entries is not None:  # None where the step is refused
             # An entry comes from one rank, and from the others as zero. So the sum is exact.
-            leaving.index_add_(0, torch.from_numpy(sending.tokens), back.entries)
-        returned = torch.empty(N, T, K, device="cpu")
-        self._rail.swap("combine of gradients", returned, leaving.view(N, T, K))()
-        return returned
+            entries_out.index_add_(0, torch.from_numpy(plan.tokens), returned.entries)
+        entries_in = torch.empty(N, T, K, device="cpu")
+        self._rail.swap("combine of gradients", entries_in, entries_out.view(N, T, K))()
+        return entries_in
 
-    def _add_inside(self, returned: Returned, sending: Sending) -> None:
-        """Add the sums of this domain's ranks for the tokens of each domain, into the blocks that leave."""
+    def _add_inside(self, returned: ReturnedSums, plan: SendPlan) -> None:
+        """Add the sums of this domain's ranks for the tokens of each domain, into the blocks to send."""
         T, H = self._spec.tokens, self._spec.hidden
-        bags = sending.sums_to_add(returned.where, self._domains * T)
-        sums = RowSums(returned.table, bags, self._leaving.dtype)
+        bags = plan.sums_to_add(returned.where, self._domains * T)
+        sums = RowSums(returned.table, bags, self._sums_out.dtype)
         for domain in range(self._domains):
-            sums.write(domain * T, (domain + 1) * T, self._leaving[domain, :T, :H])
+            sums.write(domain * T, (domain + 1) * T, self._sums_out[domain, :T, :H])

@@ -52,12 +52,12 @@ class RailSums:
         self._shape, self._spec, self._rail = shape, spec, rail
         dtype: torch.dtype = getattr(torch, spec.dtype)
         home: torch.dtype = getattr(torch, spec.combine_wire)
-        direct = home is dtype and spec.home_width == spec.hidden
+        direct = home is dtype and spec.combine_width == spec.hidden
 
         def zeros(*shape: int, of: torch.dtype) -> torch.Tensor:
             return torch.zeros(shape, dtype=of, device=device)
 
-        self._leaving = zeros(N * T, spec.home_width, of=home)
+        self._leaving = zeros(N * T, spec.combine_width, of=home)
         self._returned = torch.zeros_like(self._leaving)
         self.sums = self._leaving if direct else zeros(N * T, spec.hidden, of=dtype)
         """Of this domain's ranks, for the tokens of all domains, in the order of tokens inside."""
@@ -179,7 +179,7 @@ class RailSums:
             chunk=shape.chunk or shape.tokens,
             topk=spec.topk,
             row_bytes=spec.row_bytes,
-            wire_row_bytes=spec.home_width * item,
+            wire_row_bytes=spec.combine_width * item,
             pieces=pieces,
         )
         source, threads = sum_source(spec.dtype, spec.combine_wire), launcher.threads

@@ -530,7 +530,7 @@ class NcclCollective:
 
     def _exchange(self, counts: HostNumbers, entries: bool) -> None:
         """Exchange the sums of a combine, and the numbers of its entries."""
-        row, status = self._spec.home_row_bytes, Refusal.NBYTES
+        row, status = self._spec.combine_row_bytes, Refusal.NBYTES
         self._rounds.exchange(
             {rank: self._returned[rank][: counts.send_counts[rank] * row + status] for rank in self._peers},
             {rank: self._sums[rank][: counts.receive_counts[rank] * row + status] for rank in self._peers},

@@ -214,14 +214,14 @@ class Blocks:
         # The rows that a dispatch sends and the sums that a combine sends share memory: they never overlap in time.
         number_bytes = spec.tokens * spec.topk * NUMBER_BYTES
         if not sizes.compact:
-            sums = spec.tokens * spec.home_row_bytes + Refusal.NBYTES
+            sums = spec.tokens * spec.combine_row_bytes + Refusal.NBYTES
             leaving, returned = (empty(sizes.ranks, sums + round_up(number_bytes, 16)) for _ in range(2))
             leaving_numbers, returned_numbers = (each[:, sums : sums + number_bytes] for each in (leaving, returned))
-            skew = leaving.shape[1] - (spec.tokens + 1) * spec.home_row_bytes
+            skew = leaving.shape[1] - (spec.tokens + 1) * spec.combine_row_bytes
             return cls(table, leaving[:0], leaving, returned, leaving_numbers, returned_numbers, skew)
-        memory = empty(rows * max(spec.row_bytes, spec.home_row_bytes))
+        memory = empty(rows * max(spec.row_bytes, spec.combine_row_bytes))
         packed = memory[: rows * spec.row_bytes].view(sizes.ranks, spec.tokens + 1, -1)
-        leaving = memory[: rows * spec.home_row_bytes].view(sizes.ranks, -1)
+        leaving = memory[: rows * spec.combine_row_bytes].view(sizes.ranks, -1)
         leaving_numbers, returned_numbers = (empty(sizes.ranks, number_bytes) for _ in range(2))
         return cls(table, packed, leaving, torch.empty_like(leaving), leaving_numbers, returned_numbers, skew=0)
 
@@ -505,7 +505,7 @@ class RoundKernels:
         spec, sizes, ready = self._spec, self._sizes, self._launcher.ready
         entries, ranks = rounds.sum_sources(spec.dtype, spec.combine_wire)
         pieces = rounds.sum_pieces(spec.row_bytes, ITEM_BYTES[spec.dtype], ITEM_BYTES[spec.combine_wire])
-        row, wire = spec.row_bytes, spec.home_row_bytes
+        row, wire = spec.row_bytes, spec.combine_row_bytes
         units = sizes.tokens * pieces * 32 // self._launcher.threads + 1
         blocks = {"skew": self.blocks.skew % 2**32, "number_stride": self.blocks.leaving_numbers.stride(0)}
         self._sum_entries: ReadyKernel = ready(

@@ -12,7 +12,7 @@ from typing import Annotated
 
 from raymoe.cuda.jit import KernelSource
 from raymoe.cuda.params import ROW_TYPES, U32, U64, Address, Params
-from raymoe.exchange.peer.dispatch import Refused
+from raymoe.exchange.packed_refusal import PackedRefusal
 
 MOST_RANKS = 16
 THREADS = 256
@@ -69,7 +69,7 @@ class Sizes:
     @property
     def metadata_bytes(self) -> int:
         """The metadata of one rank: its ids, its weights, then the status of a backward pass."""
-        return -(-self.tokens * self.topk * 8 // VECTOR_BYTES) * VECTOR_BYTES + Refused.nbytes()
+        return -(-self.tokens * self.topk * 8 // VECTOR_BYTES) * VECTOR_BYTES + PackedRefusal.nbytes()
 
     def regions(self) -> tuple[int, ...]:
         """Bytes of each part of a dispatch's memory: metadata of all ranks, record, home, row_of, places."""
@@ -110,7 +110,7 @@ class Sizes:
 class DispatchRecord(Params):
     """Twin of the struct in kernels/include/raymoe/nccl/rounds.cuh: the totals of a dispatch."""
 
-    refusal: Refused
+    refusal: PackedRefusal
     number: U64
     unused: U64
     rows_from: Annotated[tuple[int, ...], ctypes.c_uint32 * MOST_RANKS]
@@ -254,7 +254,7 @@ class ComparePassesParams(Params):
     unused: U32 = 0
 
 
-REFUSED_BYTES = 16 + MOST_RANKS * Refused.nbytes()
+REFUSED_BYTES = 16 + MOST_RANKS * PackedRefusal.nbytes()
 """The statuses of the first refused combine, after two words. The first word is 1 where there are statuses."""
 
 _STRUCTS = (DispatchMemory, DispatchRecord)

@@ -9,6 +9,7 @@ from typing import Annotated
 from raymoe.cuda.jit import KernelSource
 from raymoe.cuda.params import ROW_TYPES, U32, U64, Address, Params
 from raymoe.cuda.structs import MAX_RANKS, STRUCTS, Peers, Watch
+from raymoe.exchange.packed_refusal import PackedRefusal
 from raymoe.exchange.peer.trace import traced
 
 THREADS = 256
@@ -31,23 +32,11 @@ BufferOffsets = Annotated[tuple[int, ...], ctypes.c_uint64 * 2]
 
 
 @dataclass(frozen=True)
-class Refused(Params):
-    """Twin of the struct `Refusal`; raymoe/exchange/refusal.py packs the same 16 bytes.
-
-    Without a cause, `number` is the epoch of the dispatch.
-    """
-
-    cause: U32 = 0
-    other: U32 = 0
-    number: U64 = 0
-
-
-@dataclass(frozen=True)
 class Got(Params):
     """The results of a dispatch for its combine, besides `home` and `masks`. The numbers of tokens come first."""
 
     tokens: Annotated[tuple[int, ...], ctypes.c_uint32 * MAX_RANKS]
-    refusal: Refused
+    refusal: PackedRefusal
     number: U64
 
 
@@ -171,20 +160,6 @@ class ChunkedDispatchParams(DispatchParams):
     chunks: Address = 0
     chunk_tokens: U32 = 0
     rail_op: U32 = 0
-
-
-@dataclass(frozen=True)
-class ChunkParams(Params):
-    """Twin of the struct in kernels/domains/advance_chunk.cu, which describes the fields."""
-
-    words: Address = 0
-    aborted: Address = 0
-    chunk: U32 = 0
-    unused: U32 = 0
-
-
-ADVANCE_CHUNK = KernelSource("domains/advance_chunk", (ChunkParams,))
-"""The kernel that says that a chunk of rows is there. Its block has 32 threads."""
 
 
 def dispatch_source(

@@ -104,7 +104,7 @@ def slot_bytes_of(spec: ExchangeSpec, stamped: bool) -> int:
 
 def home_bytes(spec: ExchangeSpec, stamped: bool) -> int:
     """The most bytes of a combine's slot: a row, the numbers of its entries, and the stamps of its pieces."""
-    return spec.home_row_bytes + number_bytes(spec.topk) + stamped * MOST_PIECES * STAMP_BYTES
+    return spec.combine_row_bytes + number_bytes(spec.topk) + stamped * MOST_PIECES * STAMP_BYTES
 
 
 def ll_lines(spec: ExchangeSpec) -> int:

@@ -70,8 +70,8 @@ def traffic_by_op(spec: ExchangeSpec, sent: list[list[int]]) -> dict[str, Traffi
     return {
         "all_gather": ExchangeTraffic.of(everything, spec.row_bytes).dispatch,
         "all_to_all": ExchangeTraffic.of(sent, spec.row_bytes).dispatch,
-        "all_to_all_sums": ExchangeTraffic.of(everything, spec.home_row_bytes).dispatch,
-        "reduce_scatter": ExchangeTraffic.of(everything, spec.home_row_bytes).dispatch,
+        "all_to_all_sums": ExchangeTraffic.of(everything, spec.combine_row_bytes).dispatch,
+        "reduce_scatter": ExchangeTraffic.of(everything, spec.combine_row_bytes).dispatch,
         "copy_rows": Traffic(0, 0),
     }
 
@@ -125,7 +125,9 @@ class NcclBareStep:
         packed, arriving = rows(ranks * spec.tokens, spec.row_bytes), table.view(ranks, spec.tokens, -1)
         sends = {peer: packed.view(arriving.shape)[peer, : sent[rank][peer]] for peer in peers}
         receives = {peer: arriving[peer, : sent[peer][rank]] for peer in peers}
-        leaving, home = (rows(ranks * spec.tokens, spec.home_row_bytes).view(ranks, spec.tokens, -1) for _ in range(2))
+        leaving, home = (
+            rows(ranks * spec.tokens, spec.combine_row_bytes).view(ranks, spec.tokens, -1) for _ in range(2)
+        )
         sums, returned = ({peer: blocks[peer] for peer in peers} for blocks in (leaving, home))
         wire: torch.dtype = getattr(torch, spec.combine_wire)
         scattered, addends = home[rank].view(wire), leaving.view(ranks * spec.tokens, -1).view(wire)

@@ -18,6 +18,7 @@ from raymoe.cuda.jit import Compiled, CompileError, Compiler, Cubins, KernelSour
 from raymoe.cuda.params import U32, U64, Address, Params
 from raymoe.cuda.structs import STRUCTS, Peers
 from raymoe.exchange.domains.domain_kernels import (
+    ADVANCE_CHUNK,
     ENTER_DOMAIN,
     JOIN_EXPERTS,
     PUBLISH_STATUSES,
@@ -35,7 +36,6 @@ from raymoe.exchange.nccl.rounds import (
 )
 from raymoe.exchange.peer.combine import combine_source, with_ll_statuses
 from raymoe.exchange.peer.dispatch import (
-    ADVANCE_CHUNK,
     ANNOUNCE,
     WARPS,
     WIDE,
@@ -48,7 +48,7 @@ from raymoe.exchange.peer.dispatch import (
 from raymoe.exchange.peer.ll import combine_ll_source, dispatch_ll_source
 from raymoe.moe.few_rows import source_of as few_rows_source
 from raymoe.packaged import packaged_folder
-from raymoe.transport.copy_kernel import COPY, LANES, CopyLane, CopyParams
+from raymoe.transport.copy_kernel import COPY, MOST_TRANSFERS, CopyParams, Transfer
 from raymoe.workload.compare.row_push import ROW_PUSH
 from tests.unit.moe.expert_rows_sources import expert_rows_sources
 from tests.unit.moe.router_cases import router_sources
@@ -339,10 +339,11 @@ def test_the_other_structs_have_the_same_layout_as_in_python(tmp_path):
 
 
 def test_the_parameters_of_the_copy_kernel_have_the_expected_offsets():
-    lane, offsets = CopyLane.offsets(), CopyParams.offsets()
-    assert (lane["dst"], lane["src"], lane["bytes"], CopyLane.nbytes()) == (0, 8, 16, 72)
-    assert offsets["watch.timeout_ns"] == offsets["watch"] + 24 == LANES * 72 + 24
-    assert CopyParams.nbytes() == LANES * 72 + 56 < 4096  # the limit of a kernel's parameters on any architecture
+    transfer, offsets = Transfer.offsets(), CopyParams.offsets()
+    assert (transfer["dst"], transfer["src"], transfer["bytes"], Transfer.nbytes()) == (0, 8, 16, 72)
+    assert offsets["watch.timeout_ns"] == offsets["watch"] + 24 == MOST_TRANSFERS * 72 + 24
+    # The limit is that of a kernel's parameters on any architecture.
+    assert CopyParams.nbytes() == MOST_TRANSFERS * 72 + 56 < 4096
 
 
 def test_a_struct_that_differs_does_not_compile(compiler):

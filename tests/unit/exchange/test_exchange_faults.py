@@ -252,7 +252,7 @@ def wait_in_vain(world: World, case: Case) -> Any:
             world.waiter.timeout_s = 20
         world.barrier("over")
         backend = slots_of(exchange)
-        return report, [backend._mine.dispatch_flag[rank] for rank in range(3)]
+        return report, [backend._own.dispatch_flag[rank] for rank in range(3)]
 
 
 def test_a_late_peer_is_named_and_not_written_to_again(pool: RankPool) -> None:

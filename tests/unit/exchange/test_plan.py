@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from raymoe.config.job import Job
 from raymoe.errors import ConfigError
-from raymoe.exchange.cpu.cpu_rows import Arrived, Bags, Placement, RowSums, Sending
+from raymoe.exchange.cpu.cpu_rows import ArrivedRows, Bags, Placement, RowSums, SendPlan
 from raymoe.exchange.refusal import Cause, Refusal
 from raymoe.exchange.spec import ExchangeSpec
 from tests.unit.exchange import plan
@@ -34,11 +34,11 @@ def test_sending_has_one_row_for_each_token_and_rank(routing: tuple[int, int, li
     ranks, local, ids = routing
     for mine in ids:
         weights = np.arange(mine.size, dtype=np.float32).reshape(mine.shape)
-        sending = Sending.of(mine, weights, ranks, ranks * local)
-        pairs = list(zip(sending.ranks.tolist(), sending.tokens.tolist(), strict=True))
+        source_plan = SendPlan.of(mine, weights, ranks, ranks * local)
+        pairs = list(zip(source_plan.ranks.tolist(), source_plan.tokens.tolist(), strict=True))
         assert pairs == [(r, t) for r in range(ranks) for t in plan.rank_rows(torch.from_numpy(mine), r, local)]
-        assert sending.counts.tolist() == [sum(rank == r for rank, _ in pairs) for r in range(ranks)]
-        for (rank, token), there, sent in zip(pairs, sending.ids, sending.weights, strict=True):
+        assert source_plan.counts.tolist() == [sum(rank == r for rank, _ in pairs) for r in range(ranks)]
+        for (rank, token), there, sent in zip(pairs, source_plan.ids, source_plan.weights, strict=True):
             globally = np.where(there >= 0, there + rank * local, -1)
             here = (mine[token] // local == rank) & (mine[token] >= 0)
             assert np.array_equal(globally, np.where(here, mine[token], -1))
@@ -49,17 +49,17 @@ def test_sending_has_one_row_for_each_token_and_rank(routing: tuple[int, int, li
 def test_placement_equals_the_plan(routing: tuple[int, int, list[np.ndarray]], alignment: int) -> None:
     ranks, local, ids = routing
     weights = [np.random.default_rng(7).random(mine.shape, dtype=np.float32) for mine in ids]
-    sendings = [Sending.of(mine, w, ranks, ranks * local) for mine, w in zip(ids, weights, strict=True)]
+    source_plans = [SendPlan.of(mine, w, ranks, ranks * local) for mine, w in zip(ids, weights, strict=True)]
     for rank in range(ranks):
         theirs = plan.plan([torch.from_numpy(mine) for mine in ids], rank, local, alignment)
-        mine = [sending.ranks == rank for sending in sendings]
-        rows = [(s, t) for s, sending in enumerate(sendings) for t in sending.tokens[mine[s]].tolist()]
-        arrived = Arrived(
+        mine = [source_plan.ranks == rank for source_plan in source_plans]
+        rows = [(s, t) for s, source_plan in enumerate(source_plans) for t in source_plan.tokens[mine[s]].tolist()]
+        arrived = ArrivedRows(
             torch.empty(0),
             np.arange(len(rows)),
-            np.concatenate([sending.ids[mine[s]] for s, sending in enumerate(sendings)]),
-            np.concatenate([sending.weights[mine[s]] for s, sending in enumerate(sendings)]),
-            np.array([sending.counts[rank] for sending in sendings]),
+            np.concatenate([source_plan.ids[mine[s]] for s, source_plan in enumerate(source_plans)]),
+            np.concatenate([source_plan.weights[mine[s]] for s, source_plan in enumerate(source_plans)]),
+            np.array([source_plan.counts[rank] for source_plan in source_plans]),
             zero_row=len(rows),
         )
         placed = Placement.of(arrived, local, alignment, capacity=10_000)
@@ -83,7 +83,7 @@ def test_placement_equals_the_plan(routing: tuple[int, int, list[np.ndarray]], a
 @pytest.mark.parametrize("capacity", [15, 16])
 def test_capacity_includes_gaps(capacity: int) -> None:
     ids = np.array([[0], [1]])
-    arrived = Arrived(torch.empty(0), np.arange(2), ids, np.ones((2, 1), np.float32), np.array([2]), zero_row=2)
+    arrived = ArrivedRows(torch.empty(0), np.arange(2), ids, np.ones((2, 1), np.float32), np.array([2]), zero_row=2)
     placed = Placement.of(arrived, experts=2, alignment=8, capacity=capacity)
     assert placed.refusal == (Refusal() if capacity == 16 else Refusal(Cause.CAPACITY, 0, 16))
     if placed.refusal:
@@ -92,7 +92,8 @@ def test_capacity_includes_gaps(capacity: int) -> None:
 
 def test_an_id_of_no_local_expert_is_refused() -> None:
     ids = np.array([[0], [1], [2]])
-    arrived = Arrived(torch.empty(0), np.arange(3), ids, np.ones((3, 1), np.float32), np.array([1, 0, 2]), zero_row=3)
+    weights, counts = np.ones((3, 1), np.float32), np.array([1, 0, 2])
+    arrived = ArrivedRows(torch.empty(0), np.arange(3), ids, weights, counts, zero_row=3)
     assert Placement.of(arrived, experts=2, alignment=1, capacity=9).refusal == Refusal(Cause.EXPERT, 2, 2)
 
 

@@ -19,7 +19,7 @@ from raymoe.memory.layout import Layout, Region
 from raymoe.memory.wait import Waiter
 from raymoe.memory.world import SpanningWorld, World
 from raymoe.net.gloo_rail import GlooRail
-from raymoe.net.published import Published
+from raymoe.net.published import PublishedNumbers
 from raymoe.transport.channel import Channel
 from tests.unit.memory.test_cuda_ipc import FakeGpu, Node
 from tests.unit.memory.test_world_of import error_of, groups
@@ -235,7 +235,7 @@ def ask_a_silent_store(rank: int) -> Any:
     """Return the ranks in the error of a round, and the rank that a wait for the rail names."""
     with World.of(domain=1, timeout_s=5) as world:
         assert isinstance(world, SpanningWorld)
-        numbers = Published(world)
+        numbers = PublishedNumbers(world)
         numbers.lagging(1)
         with mock.patch.object(BoundedStore, "ask", side_effect=RuntimeError("no answer")):
             with pytest.raises(PeerTimeout) as caught:

@@ -18,7 +18,7 @@ from raymoe.memory.address import LOOPBACK
 from raymoe.memory.world import SpanningWorld, World
 from raymoe.net import nccl_rail
 from raymoe.net.nccl_rail import NcclRail, environment
-from raymoe.net.published import Published
+from raymoe.net.published import PublishedNumbers
 from tests.unit.memory.test_world_of import error_of, groups
 
 Groups = Callable[..., list[Any]]
@@ -87,7 +87,7 @@ def fake_rail(world: SpanningWorld, done: threading.Event) -> tuple[NcclRail, Fa
     word: Any = FakeWord()
     nccl: Any = FakeNccl(done, word)
     rail._word, rail._word_lock = word, threading.Lock()
-    rail._numbers, rail._connected = Published(world), nccl
+    rail._numbers, rail._connected = PublishedNumbers(world), nccl
     rail._forget = world.waiter.on_abort(lambda _: rail.abort())
     world.__class__ = type("Fake", (SpanningWorld,), {"gpu": device})
     return rail, nccl

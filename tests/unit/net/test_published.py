@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from raymoe.memory.world import SpanningWorld, World
-from raymoe.net.published import Published
+from raymoe.net.published import PublishedNumbers
 from tests.unit.memory.test_world_of import error_of, groups
 
 Groups = Callable[..., list[Any]]
@@ -19,7 +19,7 @@ def forge(rank: int, key: str, record: bytes) -> Any:
     """Let a program that knows no secret write a record into the store. Return what a long wait of rank 1 raises."""
     with World.of(domain=1, timeout_s=5) as world:
         assert isinstance(world, SpanningWorld)
-        numbers = Published(world)
+        numbers = PublishedNumbers(world)
         numbers.lagging(1)
         if rank == 0:
             world.store.ask("set", key, record, timeout_s=5)
@@ -49,7 +49,7 @@ def put_an_old_number_back(rank: int) -> Any:
     found = []
     with World.of(domain=1, timeout_s=5) as world:
         assert isinstance(world, SpanningWorld)
-        numbers, old = Published(world), b""
+        numbers, old = PublishedNumbers(world), b""
         for number in (3, 7, 0):
             if rank == 0 and number:
                 numbers.lagging(number)

@@ -17,7 +17,7 @@ from raymoe.transport import channels as channels_module
 from raymoe.transport import choice
 from raymoe.transport.channels import Channels, ChannelSpec
 from raymoe.transport.choice import CANDIDATES, Table, TransportRule
-from raymoe.transport.copy_kernel import CopyLane
+from raymoe.transport.copy_kernel import Transfer
 from tests.unit.caught_by import missing
 from tests.unit.ranks import RankPool
 
@@ -71,7 +71,7 @@ CAUGHT_BY = {
     ],
     "two transfers of one pair that overwrite each other's rendezvous": [
         f"{HERE}::test_two_sets_of_channels_between_one_pair_do_not_mix",
-        "unit/transport/test_transport_choice.py::test_lanes_share_no_place_and_no_word",
+        "unit/transport/test_transport_choice.py::test_mailboxes_share_no_place_and_no_word",
         "gpu/test_channels.py::test_two_transfers_of_one_pair_do_not_mix",
     ],
     "memory that its owner frees while a peer maps it": [
@@ -115,13 +115,13 @@ def test_every_test_named_for_a_defect_exists(defect: str) -> None:
 
 def test_sizes_and_offsets_have_64_bits() -> None:
     size = (5 << 30) + 7
-    packed = bytes(CopyLane(1 << 40, 3 << 40, size).packed())
-    at = CopyLane.offsets()["bytes"]
+    packed = bytes(Transfer(1 << 40, 3 << 40, size).packed())
+    at = Transfer.offsets()["bytes"]
     assert int.from_bytes(packed[at : at + 8], "little") == size
     spec = ChannelSpec(((0, 1), (2, 1)), (size,), slots=2)
     assert spec.nbytes == size
     assert spec.layout("cuda").nbytes > 4 * size
-    assert spec.lane(2, 1, slot=1).place * spec.stride > 3 * size
+    assert spec.mailbox(2, 1, slot=1).place * spec.stride > 3 * size
 
 
 def use_two_sets(world: World) -> list[list[int]]:

@@ -161,16 +161,16 @@ def test_auto_never_picks_tma_if_a_gpu_is_too_old(gpus: list[GpuFacts], monkeypa
     assert choose_transport(world_of([H200, H200], 0), ChannelSpec(PAIR, (4096,))) == "tma"
 
 
-def test_lanes_share_no_place_and_no_word():
+def test_mailboxes_share_no_place_and_no_word():
     spec = ChannelSpec(((0, 1), (2, 1), (1, 0), (1, 1)), (3, 50), "float32", slots=3)
     spec.check(3, "cuda")
-    lanes = spec.lanes
-    assert [lane.number for lane in lanes] == list(range(12))
-    assert len({(lane.owner, lane.place) for lane in lanes}) == 12
-    assert max(lane.place for lane in lanes) + 1 == spec.places == 9
+    mailboxes = spec.mailboxes
+    assert [mailbox.number for mailbox in mailboxes] == list(range(12))
+    assert len({(mailbox.owner, mailbox.place) for mailbox in mailboxes}) == 12
+    assert max(mailbox.place for mailbox in mailboxes) + 1 == spec.places == 9
     layout = spec.layout("cuda")
     assert layout.region("buffer").shape == (9, 640) and layout.region("sends").shape[0] == 12
     with pytest.raises(ConfigError, match="slot 3 of the channel from rank 0 to rank 1; it has 3"):
-        spec.lane(0, 1, slot=3)
+        spec.mailbox(0, 1, slot=3)
     assert ChannelSpec(PAIR, (0,)).nbytes == 0
     assert ChannelSpec(PAIR, (0,)).layout("cuda").region("buffer").shape == (1, 128)

@@ -13,7 +13,7 @@ from raymoe.errors import WiringError  # noqa: E402
 from raymoe.net.nccl import NcclGroup  # noqa: E402
 from raymoe.transport import copy_engine  # noqa: E402
 from raymoe.transport.copy_engine import MAX_BATCH, CopyEngineMover  # noqa: E402
-from raymoe.transport.device_lanes import OrderedBatch  # noqa: E402
+from raymoe.transport.gpu_mover import OrderedBatch  # noqa: E402
 from raymoe.transport.spec import (  # noqa: E402
     ChannelSpec,
     Requests,
@@ -35,7 +35,7 @@ def test_in_every_turn_all_ranks_send_to_different_peers(size):
                 pair[1 - end]
                 for rank in range(size)
                 for pair in spec.pairs
-                if pair[end] == rank and turn_of(spec.lane(*pair), rank, size) == turn
+                if pair[end] == rank and turn_of(spec.mailbox(*pair), rank, size) == turn
             ]
             assert sorted(peers) == list(range(size))
 
@@ -44,10 +44,10 @@ def batch_of(rank: int, spec: ChannelSpec) -> Requests:
     batch = Requests()
     for pair in spec.pairs:
         if pair[0] == rank:
-            batch.sends.append((spec.lane(*pair), torch.zeros(spec.shape, dtype=torch.uint8)))
+            batch.sends.append((spec.mailbox(*pair), torch.zeros(spec.shape, dtype=torch.uint8)))
         if pair[1] == rank:
-            batch.receives.append(spec.lane(*pair))
-            batch.releases.append(spec.lane(*pair))
+            batch.receives.append(spec.mailbox(*pair))
+            batch.releases.append(spec.mailbox(*pair))
     return batch
 
 
@@ -55,8 +55,8 @@ def test_equal_batches_have_equal_orders_and_different_ones_do_not():
     spec, world = ChannelSpec(all_pairs(4), (8,)), SimpleNamespace(rank=1, size=4)
     batch = batch_of(1, spec)
     ordered = OrderedBatch.of(batch, world)
-    assert [lane.destination for lane, _ in ordered.sends] == [2, 3, 0]
-    assert [lane.source for lane in ordered.receives] == [2, 3, 0]
+    assert [mailbox.destination for mailbox, _ in ordered.sends] == [2, 3, 0]
+    assert [mailbox.source for mailbox in ordered.receives] == [2, 3, 0]
     batch.sends.reverse()
     batch.receives.reverse()
     assert OrderedBatch.of(batch, world) == ordered and hash(OrderedBatch.of(batch, world)) == hash(ordered)
@@ -81,17 +81,18 @@ def driver_calls(monkeypatch, spec: ChannelSpec, rank: int) -> list[Any]:
     monkeypatch.setattr(copy_engine, "call", call)
     mover = CopyEngineMover.__new__(CopyEngineMover)
     mover.spec = spec
-    landing = {lane.number: torch.zeros(spec.nbytes, dtype=torch.uint8) for lane in spec.lanes}
-    mover.lanes = SimpleNamespace(slot=lambda lane: lane.number, received=lambda lane: landing[lane.number])
-    mover._waits = {(word, lane.number): [f"wait {word}"] * 4 for lane in spec.lanes for word in ("sent", "taken")}
-    mover._signals = {(word, lane.number): [f"{word}"] for lane in spec.lanes for word in ("sent", "taken")}
+    landing = {mailbox.number: torch.zeros(spec.nbytes, dtype=torch.uint8) for mailbox in spec.mailboxes}
+    mover.slot, mover.received = lambda mailbox: mailbox.number, lambda mailbox: landing[mailbox.number]
+    keys = [(word, mailbox.number) for mailbox in spec.mailboxes for word in ("sent", "taken")]
+    mover._waits = {(word, number): [f"wait {word}"] * 4 for word, number in keys}
+    mover._signals = {(word, number): [word] for word, number in keys}
     mover.enqueue(OrderedBatch.of(batch_of(rank, spec), SimpleNamespace(rank=rank, size=4)), 7)
     return asked
 
 
 def test_puts_enqueue_one_copy_between_memory_operations(monkeypatch):
     spec = ChannelSpec(all_pairs(4), (1000,), protocol="put", transport="copy_engine")
-    slot = [spec.lane(0, peer).number for peer in (1, 2, 3)]
+    slot = [spec.mailbox(0, peer).number for peer in (1, 2, 3)]
     wait, received = ["wait taken"] * 4, ["wait sent"] * 4
     assert driver_calls(monkeypatch, spec, 0) == [
         ["taken"] * 3 + wait,
@@ -113,7 +114,7 @@ def test_gets_signal_each_message_right_after_its_copy(monkeypatch):
 
 def test_batches_of_memory_operations_keep_the_drivers_limit(monkeypatch):
     spec = ChannelSpec(((1, 0),), (0,), protocol="put", transport="copy_engine", slots=100)
-    monkeypatch.setattr(OrderedBatch, "of", lambda *_: OrderedBatch((), (), tuple(spec.lanes)))
+    monkeypatch.setattr(OrderedBatch, "of", lambda *_: OrderedBatch((), (), tuple(spec.mailboxes)))
     lengths = [len(each) for each in driver_calls(monkeypatch, spec, 0)]
     assert sum(lengths) == 400 and max(lengths) == MAX_BATCH
 

@@ -47,7 +47,7 @@ def test_slots_inside_a_domain_count_the_tokens_of_a_whole_rail() -> None:
     spec = spec_of(job)
     inside = slots_layout(replace(spec, tokens=4 * 1024), 2).nbytes
     extra = bytes_per_rank(job) - bytes_per_rank(job, domains=1)
-    blocks = (4 + 1) * 1024 * (spec.row_bytes + 8 * spec.topk) + 2 * 4 * (1024 + 2) * spec.home_row_bytes
+    blocks = (4 + 1) * 1024 * (spec.row_bytes + 8 * spec.topk) + 2 * 4 * (1024 + 2) * spec.combine_row_bytes
     assert bytes_per_rank(job, domains=4) == bytes_per_rank(job)
     assert extra == inside + blocks - slots_layout(spec, 8).nbytes
 

@@ -11,7 +11,7 @@ from raymoe.exchange.choice import Choice, ExchangeRequest, RankFacts, in_chunks
 from raymoe.exchange.domains.chunks import CHUNK_BYTES, MOST_CHUNKS, SMS_BESIDE, chunk_of, crossing_bytes
 from raymoe.exchange.spec import ExchangeSpec
 from raymoe.fp8 import FP8
-from raymoe.net.blocks import RAIL_BLOCKS
+from raymoe.net.rail import RAIL_BLOCKS
 
 MANY = ExchangeSpec(tokens=4096, hidden=7168, experts=256, topk=8)
 FACTS = [RankFacts("a", "NVIDIA H200", (9, 0), nccl=True, sms=132, bounded=True)] * 4

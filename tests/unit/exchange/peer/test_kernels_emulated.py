@@ -17,7 +17,7 @@ from raymoe.cuda.structs import Watch
 from raymoe.errors import Aborted, DataRefused, PeerTimeout, RaymoeError
 from raymoe.exchange.backend import Dispatched, Tokens
 from raymoe.exchange.refusal import Cause
-from raymoe.transport.copy_kernel import COPY, THREADS, CopyLane, Spread, copy_params
+from raymoe.transport.copy_kernel import COPY, THREADS, Spread, Transfer, copy_params
 from tests.emulator.build import Change, compiler
 from tests.emulator.cases import KINDS, MESSAGES, RUNS, SPREADS, delivered, refused
 from tests.emulator.copies import Mail
@@ -578,8 +578,8 @@ def test_forbidden_operations_of_a_kernel_are_reported(error):
 
 
 def _copied(emulator: Emulator, dst: int, src: int) -> None:
-    lane = CopyLane(dst, src, 48)
-    emulator.launch(0, COPY, Shape(1, THREADS, 64), copy_params([lane], Spread(), Watch()))
+    transfer = Transfer(dst, src, 48)
+    emulator.launch(0, COPY, Shape(1, THREADS, 64), copy_params([transfer], Spread(), Watch()))
 
 
 def test_memory_of_a_peer_that_is_not_mapped_is_refused():
