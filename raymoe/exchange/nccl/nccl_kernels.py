@@ -11,7 +11,7 @@ import torch
 
 from raymoe.cuda.gpu import HostWords
 from raymoe.cuda.jit import KernelSource
-from raymoe.cuda.launch import Function, Kernels, Launch, Shape
+from raymoe.cuda.launch import Field, Kernels, Launch, Shape
 from raymoe.cuda.params import Params
 from raymoe.cuda.stream_order import StreamOrder
 from raymoe.exchange.backend import Dispatched, Ids, Tokens
@@ -25,10 +25,6 @@ from raymoe.memory.world import CLOSING_S, World
 from raymoe.net.nccl import BackgroundWait
 
 # The interfaces that the NCCL backends use: one moves bytes between ranks, the other launches kernels.
-
-Field: TypeAlias = int | torch.Tensor | None
-"""The value of a kernel parameter: a number, a tensor for its address, or None for null."""
-
 
 Lagging: TypeAlias = Callable[[], tuple[int, int, int]]
 """Names a peer that is late, or any peer if none is: the peer, its count of operations, and this rank's count."""
@@ -51,12 +47,6 @@ class Rounds(Protocol):
 
     def read(self, op: str, memory: torch.Tensor) -> torch.Tensor:
         """Copy some bytes to the host after the work of the current stream, and wait for that with a limit."""
-
-
-class ReadyKernel(Protocol):
-    """A prepared launch: a call gives only the parameters that changed."""
-
-    def __call__(self, stream: int, **changed: Field) -> None: ...
 
 
 class KernelWords(Protocol):
@@ -82,23 +72,11 @@ class Launcher(Protocol):
     def resident(self, source: KernelSource, shape: Shape) -> int:
         """The number of blocks of this shape that can be resident at once."""
 
-    def ready(self, source: KernelSource, shape: Shape, params: Params, **memory: Field) -> ReadyKernel:
+    def ready(self, source: KernelSource, shape: Shape, params: Params, **memory: Field) -> Launch:
         """Prepare a launch. `memory` replaces fields of `params` by addresses."""
 
     def words(self, count: int) -> KernelWords:
         """Allocate 64-bit words, zero at first, which live as long as the launcher."""
-
-
-# Launches with tensors as parameters. A call makes no new object.
-
-
-def address(field: Field) -> int:
-    """The value of a field as the kernel gets it.
-
-    >>> address(None), address(7)
-    (0, 7)
-    """
-    return field.data_ptr() if isinstance(field, torch.Tensor) else field or 0
 
 
 class GpuLauncher:
@@ -126,8 +104,8 @@ class GpuLauncher:
     def resident(self, source: KernelSource, shape: Shape) -> int:
         return self._kernels.function(source).resident_blocks(shape.threads, shape.shared_bytes)
 
-    def ready(self, source: KernelSource, shape: Shape, params: Params, **memory: Field) -> ReadyLaunch:
-        return ReadyLaunch(self._kernels.function(source), shape, params, memory)
+    def ready(self, source: KernelSource, shape: Shape, params: Params, **memory: Field) -> Launch:
+        return Launch(self._kernels.function(source), shape, params, memory=memory)
 
     def words(self, count: int) -> GpuWords:
         self._words.append(GpuWords(HostWords(self._gpu, count)))
@@ -141,22 +119,6 @@ class GpuLauncher:
             words.close()
         self._order.close()
         self._kernels.close()
-
-
-class ReadyLaunch(Launch):
-    """A launch whose parameters are packed once. A call sets the fields that changed."""
-
-    def __init__(self, function: Function, shape: Shape, params: Params, memory: dict[str, Field]) -> None:
-        super().__init__(function, shape, params)
-        self._memory = memory  # keeps the tensors alive while their addresses are used
-        for name, field in memory.items():
-            setattr(self.fields, name, address(field))
-
-    def __call__(self, stream: int, **changed: Field) -> None:
-        fields = self.fields
-        for name, field in changed.items():  # `address` inlined, to save a call each
-            setattr(fields, name, field if isinstance(field, int) else 0 if field is None else field.data_ptr())
-        super().__call__(stream)
 
 
 class GpuWords:
@@ -449,7 +411,7 @@ class RoundKernels:
         self._publish_scratch[:1].fill_(-1)
         entries = sizes.tokens * sizes.topk
         shape = self._shape(rounds.PUBLISH_ROUTING, -(-entries // launcher.threads))
-        self._publish_routing: ReadyKernel = launcher.ready(
+        self._publish_routing: Launch = launcher.ready(
             rounds.PUBLISH_ROUTING,
             shape,
             rounds.PublishRoutingParams(self._memory, experts=spec.experts),
@@ -459,7 +421,7 @@ class RoundKernels:
         warps = sizes.numbering_warps(launcher.threads // 32)
         stats = self._empty(sizes.ranks * runs * sizes.stats_words, torch.int32)
         blocks, threads = sizes.ranks * runs, warps * 32
-        self._count: ReadyKernel = launcher.ready(
+        self._count: Launch = launcher.ready(
             rounds.COUNT,
             Shape(blocks, threads, 4 * sizes.stats_words),
             rounds.CountParams(self._memory, runs=runs),
@@ -474,7 +436,7 @@ class RoundKernels:
             group=spec.expert_group,
         )
         shape = Shape(blocks, threads, sizes.numbering_bytes(warps))
-        self._number: ReadyKernel = launcher.ready(rounds.NUMBER, shape, params, stats=stats)
+        self._number: Launch = launcher.ready(rounds.NUMBER, shape, params, stats=stats)
 
     def _make_moving(self) -> None:
         spec, sizes, ready = self._spec, self._sizes, self._launcher.ready
@@ -492,14 +454,14 @@ class RoundKernels:
             width=width,
             own_first=self._rank * sizes.tokens,
         )
-        self._place: ReadyKernel = ready(rounds.SPREAD, shape, place, rows=self.blocks.table)
+        self._place: Launch = ready(rounds.SPREAD, shape, place, rows=self.blocks.table)
         shape = self._shape(rounds.SPREAD, sizes.tokens * pieces * 32 // self._launcher.threads + 1)
         home = self._memory.home
         pack = replace(base, to=home, stride=sizes.ranks, width=sizes.ranks, skip=self._rank)
-        self._pack: ReadyKernel = ready(rounds.SPREAD, shape, pack, out=self.blocks.packed)
+        self._pack: Launch = ready(rounds.SPREAD, shape, pack, out=self.blocks.packed)
         # `home` counts rows in blocks of T + 1 rows; the table's blocks have T.
         own = replace(base, to=home + 4 * self._rank, stride=sizes.ranks, width=1, first_row=self._rank)
-        self._pack_own: ReadyKernel = ready(rounds.SPREAD, shape, own, out=self.blocks.table)
+        self._pack_own: Launch = ready(rounds.SPREAD, shape, own, out=self.blocks.table)
 
     def _make_sums(self) -> None:
         spec, sizes, ready = self._spec, self._sizes, self._launcher.ready
@@ -508,7 +470,7 @@ class RoundKernels:
         row, wire = spec.row_bytes, spec.home_row_bytes
         units = sizes.tokens * pieces * 32 // self._launcher.threads + 1
         blocks = {"skew": self.blocks.skew % 2**32, "number_stride": self.blocks.leaving_numbers.stride(0)}
-        self._sum_entries: ReadyKernel = ready(
+        self._sum_entries: Launch = ready(
             entries,
             self._shape(entries, units * sizes.ranks),
             rounds.SumEntriesParams(self._memory, row_bytes=row, wire_row_bytes=wire, pieces=pieces),
@@ -516,7 +478,7 @@ class RoundKernels:
             leaving_numbers=self.blocks.leaving_numbers,
             **blocks,
         )
-        self._sum_ranks: ReadyKernel = ready(
+        self._sum_ranks: Launch = ready(
             ranks,
             self._shape(ranks, units),
             rounds.SumRanksParams(self._memory, row_bytes=row, wire_row_bytes=wire, pieces=pieces),
@@ -536,7 +498,7 @@ class RoundKernels:
         self._own_pass_metadata = self._pass_metadata[self._rank * each : (self._rank + 1) * each]
         own = self._own_pass_metadata[-Refusal.NBYTES :]
         begin = rounds.PublishScratch.offsets()["number"] // 8
-        self._publish_pass: ReadyKernel = ready(
+        self._publish_pass: Launch = ready(
             rounds.PUBLISH_PASS,
             Shape(1, 32),
             rounds.PublishPassParams(),
@@ -546,7 +508,7 @@ class RoundKernels:
         params = rounds.ComparePassesParams(stride=each, ranks=sizes.ranks)
         shape = self._shape(rounds.COMPARE_PASSES, self._launcher.sms)
         refused = self._refused_passes
-        self._compare_passes: ReadyKernel = ready(rounds.COMPARE_PASSES, shape, params, refused=refused)
+        self._compare_passes: Launch = ready(rounds.COMPARE_PASSES, shape, params, refused=refused)
 
     def _number_of(self, kept: torch.Tensor) -> torch.Tensor:
         """The number of a dispatch, in its memory."""
