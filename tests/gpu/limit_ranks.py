@@ -11,7 +11,7 @@ import torch
 from raymoe.errors import DataRefused, PeerTimeout
 from raymoe.exchange.backend import Dispatched
 from raymoe.exchange.exchange import Exchange
-from raymoe.exchange.peer.kernel_result import Home
+from raymoe.exchange.peer.kernel_result import SavedMetadata
 from raymoe.memory.world import World
 from tests.gpu.exchange_ranks import Captures, own_stream
 from tests.unit.exchange.exchange_cases import Case, Result, apply_experts, batches, open_exchange, run_step
@@ -126,9 +126,9 @@ def sums_left_out(world: World, case: Case, silent: int) -> tuple[int, int, str,
 
 def forget_rows(got: Dispatched) -> None:
     """Zero the first words of the struct Got, so that the combine of this rank finds no tokens."""
-    home = got.saved(Home)
-    begin, tokens = home.metadata.at["got"] // 4, home.metadata.nbytes_of("got") // 4
-    home.memory[begin : begin + tokens - 4] = 0  # the last 16 bytes are a status
+    saved = got.saved(SavedMetadata)
+    begin, tokens = saved.metadata.at["got"] // 4, saved.metadata.nbytes_of("got") // 4
+    saved.memory[begin : begin + tokens - 4] = 0  # the last 16 bytes are a status
 
 
 def steps_of(world: World, cases: list[Case]) -> list[list[Result]]:

@@ -18,10 +18,10 @@ from typing import Any
 import torch
 
 from raymoe.cuda.launch import Field, Launch, Shape
+from raymoe.cuda.launcher import Launcher
 from raymoe.exchange.domains.domain_kernels import PUBLISH_STATUSES, PublishStatusesParams, SumDomainsParams, sum_source
 from raymoe.exchange.domains.domain_shape import DomainShape
 from raymoe.exchange.nccl import rounds
-from raymoe.exchange.nccl.nccl_kernels import Launcher
 from raymoe.exchange.refusal import Refusal
 from raymoe.exchange.spec import ExchangeSpec
 from raymoe.net.rail import DeviceRail

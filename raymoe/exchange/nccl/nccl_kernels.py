@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Protocol, TypeAlias
 
@@ -11,9 +10,8 @@ import torch
 
 from raymoe.cuda.gpu import HostWords
 from raymoe.cuda.jit import KernelSource
-from raymoe.cuda.launch import Field, Kernels, Launch, Shape
-from raymoe.cuda.params import Params
-from raymoe.cuda.stream_order import StreamOrder
+from raymoe.cuda.launch import Launch, Shape
+from raymoe.cuda.launcher import Launcher
 from raymoe.exchange.backend import Dispatched, Ids, Tokens
 from raymoe.exchange.nccl import rounds
 from raymoe.exchange.nccl.rounds import DispatchMemory, Sizes
@@ -23,8 +21,6 @@ from raymoe.exchange.spec import ExchangeSpec
 from raymoe.memory.layout import ITEM_BYTES, round_up
 from raymoe.memory.world import CLOSING_S, World
 from raymoe.net.nccl import BackgroundWait
-
-# The interfaces that the NCCL backends use: one moves bytes between ranks, the other launches kernels.
 
 Lagging: TypeAlias = Callable[[], tuple[int, int, int]]
 """Names a peer that is late, or any peer if none is: the peer, its count of operations, and this rank's count."""
@@ -49,94 +45,16 @@ class Rounds(Protocol):
         """Copy some bytes to the host after the work of the current stream, and wait for that with a limit."""
 
 
-class KernelWords(Protocol):
-    """Words in host memory that kernels write."""
-
-    @property
-    def memory(self) -> Field:
-        """The words, as a kernel parameter."""
-
-    def read(self, first: int, count: int) -> Sequence[int]: ...
-
-
-class Launcher(Protocol):
-    """Launches kernels. `GpuLauncher` does it on a GPU."""
-
-    threads: int
-    """Threads of a block."""
-    sms: int
-
-    def ordered(self, op: str) -> AbstractContextManager[int]:
-        """Order the work that is enqueued inside after the last operation. Yields the current stream."""
-
-    def resident(self, source: KernelSource, shape: Shape) -> int:
-        """The number of blocks of this shape that can be resident at once."""
-
-    def ready(self, source: KernelSource, shape: Shape, params: Params, **memory: Field) -> Launch:
-        """Prepare a launch. `memory` replaces fields of `params` by addresses."""
-
-    def words(self, count: int) -> KernelWords:
-        """Allocate 64-bit words, zero at first, which live as long as the launcher."""
-
-
-class GpuLauncher:
-    """The kernels of a world's GPU, and the order of its NCCL operations on all streams.
-
-    All exchanges of a world share one (`World.shared`).
-    """
-
-    threads = 256
+class SharedLauncher(Launcher):
+    """The launcher of all exchanges of a world, which share one (`World.shared`). It orders their NCCL operations."""
 
     def __init__(self, world: World) -> None:
-        self._gpu, self._order = world.gpu, StreamOrder(world.gpu)
-        self._kernels = Kernels(world.gpu)
-        self.sms = world.gpu.sms
-        self._words: list[GpuWords] = []
+        super().__init__(world.gpu)
 
-    @contextmanager
-    def ordered(self, op: str) -> Iterator[int]:
-        """Order an operation. One that fails inside is not recorded: its exchange becomes unusable."""
-        # 0 SMs: these kernels wait for no other rank, and NCCL chooses its own SMs.
-        stream, capture = self._order.enter(op, 0)
-        yield stream
-        self._order.leave(stream, capture)
-
-    def resident(self, source: KernelSource, shape: Shape) -> int:
-        return self._kernels.function(source).resident_blocks(shape.threads, shape.shared_bytes)
-
-    def ready(self, source: KernelSource, shape: Shape, params: Params, **memory: Field) -> Launch:
-        return Launch(self._kernels.function(source), shape, params, memory=memory)
-
-    def words(self, count: int) -> GpuWords:
-        self._words.append(GpuWords(HostWords(self._gpu, count)))
-        return self._words[-1]
-
-    def close(self, together: bool) -> None:  # noqa: ARG002
+    def close(self, together: bool = True) -> None:  # noqa: ARG002
         """Close with the world, after all work on its GPU. Where the GPU does not get idle, its memory stays."""
-        if not BackgroundWait(self._gpu.synchronise).done(CLOSING_S):
-            return
-        for words in self._words:
-            words.close()
-        self._order.close()
-        self._kernels.close()
-
-
-class GpuWords:
-    """Page-locked words that the GPU writes and the host reads."""
-
-    def __init__(self, words: HostWords) -> None:
-        self._words = words
-
-    @property
-    def memory(self) -> int:
-        return self._words.device_address()
-
-    def read(self, first: int, count: int) -> Sequence[int]:
-        found: list[int] = self._words.words[first : first + count]
-        return found
-
-    def close(self) -> None:
-        self._words.close()
+        if BackgroundWait(self._gpu.synchronise).done(CLOSING_S):
+            super().close()
 
 
 # The kernels of an exchange.
@@ -285,7 +203,7 @@ class RoundKernels:
         passes = (self._pass_metadata if kept is None else kept)[self._sizes.metadata_bytes - Refusal.NBYTES :]
         self._compare_passes(stream, passes=passes, rows=rows, bytes=rows.nbytes)
 
-    def number(self, stream: int, got: Dispatched, kept: torch.Tensor, host_counts: KernelWords | None = None) -> None:
+    def number(self, stream: int, got: Dispatched, kept: torch.Tensor, host_counts: HostWords | None = None) -> None:
         """Compute places, counts, offsets, weights and index from all ranks' ids and weights.
 
         With `host_counts`, also write the number of rows to and from each rank there.
