@@ -159,6 +159,16 @@ class HostWords:
         """The address of a word on the GPU."""
         return self._device_address + index * 8
 
+    @property
+    def memory(self) -> int:
+        """The words, as a kernel parameter."""
+        return self._device_address
+
+    def read(self, first: int, count: int) -> list[int]:
+        """Read some words. Each is the old value or the new one."""
+        values: list[int] = self.words[first : first + count]
+        return values
+
     def close(self) -> None:
         """Free the words. No kernel may use them any more, and no view of `words` may be used."""
         if not self._closed:

@@ -4,14 +4,18 @@ from __future__ import annotations
 
 import ctypes
 import threading
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 from raymoe.cuda.driver import bindings, call, failure
 from raymoe.cuda.gpu import Gpu
 from raymoe.cuda.jit import Compiler, KernelSource, shared_compiler
-from raymoe.cuda.params import Params
+from raymoe.cuda.params import Params, address_setter
 from raymoe.errors import ConfigError, CudaError
+
+if TYPE_CHECKING:
+    import torch
 
 
 @dataclass(frozen=True)
@@ -109,6 +113,19 @@ class Kernels:
 # Launches, by `cuLaunchKernelEx` of the driver's binding: `cuda.core.launch` takes no structs by value.
 
 
+Field: TypeAlias = "int | torch.Tensor | None"
+"""The value of a kernel parameter: a number, a tensor for its address, or None for null."""
+
+
+def value_of(field: Field) -> int:
+    """The value of a field as the kernel gets it.
+
+    >>> value_of(None), value_of(7)
+    (0, 7)
+    """
+    return field if isinstance(field, int) else 0 if field is None else field.data_ptr()
+
+
 @dataclass(frozen=True)
 class Shape:
     """The blocks of a launch, the threads of a block, and the dynamic shared memory of a block."""
@@ -157,15 +174,28 @@ class _Enqueuer:
 
 
 class Launch(_Enqueuer):
-    """A kernel, its shape and its parameters, packed and checked once. A call only launches it.
+    """A kernel, its shape and its parameters, packed and checked once. A call changes some parameters and launches it.
 
     `fields` is the C struct that the kernel gets. One thread at a time may set its fields between two calls; ctypes
     checks no value. A capture copies the struct, so replays use the values of the captured call. Values that change
     from run to run must lie in memory that the struct points to.
     """
 
-    def __init__(self, function: Function, shape: Shape, params: Params, *, waits: bool = True) -> None:
-        """`waits`: blocks wait for peers or for one another, so all must be resident at once."""
+    def __init__(
+        self,
+        function: Function,
+        shape: Shape,
+        params: Params,
+        *,
+        waits: bool = True,
+        addresses: Sequence[str] = (),
+        memory: Mapping[str, Field] | None = None,
+    ) -> None:
+        """`waits`: blocks wait for peers or for one another, so all must be resident at once.
+
+        `memory` has values that replace fields of `params`. `addresses` are adjacent fields of 64 bits, which
+        `set_addresses` sets all at once: the fastest way.
+        """
         _check(function, shape, params, waits)
         super().__init__(function, shape, early=False)
         self.shape = shape
@@ -175,9 +205,22 @@ class Launch(_Enqueuer):
         """SMs that the launch occupies: blocks go to SMs without a block, as long as there are any."""
         self._pointers = (ctypes.c_void_p * 1)(ctypes.addressof(self.fields))
         self._pointers_at = ctypes.addressof(self._pointers)
+        self._memory = dict(memory or {})  # keeps tensors alive while the kernel may use their addresses
+        for name, field in self._memory.items():
+            setattr(self.fields, name, value_of(field))
+        if addresses:
+            self.set_addresses = address_setter(self.fields, type(params), addresses)
 
-    def __call__(self, stream: int) -> None:
-        """Enqueue on a stream, given as a number (`torch.cuda.Stream.cuda_stream`)."""
+    def enqueue(self, stream: int) -> None:
+        """Launch on a stream, given as a number (`torch.cuda.Stream.cuda_stream`)."""
+        with self.lock:
+            self._enqueue(stream, self._pointers_at)
+
+    def __call__(self, stream: int, **changed: Field) -> None:
+        """Change some parameters, which later launches keep, and launch on a stream."""
+        fields = self.fields
+        for name, field in changed.items():  # `value_of` inlined, to save a call each
+            setattr(fields, name, field if isinstance(field, int) else 0 if field is None else field.data_ptr())
         with self.lock:
             self._enqueue(stream, self._pointers_at)
 

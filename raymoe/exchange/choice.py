@@ -251,10 +251,10 @@ def _make_carrier(name: str, world: World, spec: ExchangeSpec) -> Carrier:
 
 def _make_between_gpus(choice: Choice, world: World, spec: ExchangeSpec) -> Backend:
     from raymoe.exchange.domains.hierarchical_gpu import HierarchicalGpu, InsideBackend, RailParts
-    from raymoe.exchange.nccl.nccl_kernels import GpuLauncher
+    from raymoe.exchange.nccl.nccl_kernels import SharedLauncher
     from raymoe.net.nccl_rail import NcclRail
 
-    launcher = world.shared(GpuLauncher)  # made first, so that it is closed last
+    launcher = world.shared(SharedLauncher)  # made first, so that it is closed last
     rail = world.shared(NcclRail)  # before NCCL inside a domain: it tells NCCL which domain this rank is in
     inside = _make_on_gpu(choice, world.domain, spec.inside(world.domains), None)
     assert isinstance(inside, InsideBackend), f"{choice.backend} serves several domains"
@@ -265,15 +265,15 @@ def _make_on_gpu(choice: Choice, world: World, spec: ExchangeSpec, workspace: Wo
     name, sms = choice.backend, choice.sms
     if name == "collective":
         from raymoe.exchange.nccl.nccl_backends import NcclCollective, NcclRounds
-        from raymoe.exchange.nccl.nccl_kernels import GpuLauncher
+        from raymoe.exchange.nccl.nccl_kernels import SharedLauncher
 
-        launcher = world.shared(GpuLauncher)  # made first, so that it is closed last
+        launcher = world.shared(SharedLauncher)  # made first, so that it is closed last
         return NcclCollective(world, spec, world.shared(NcclRounds), launcher)
     if name == "allgather":
         from raymoe.exchange.nccl.nccl_backends import NcclAllgather, NcclRounds
-        from raymoe.exchange.nccl.nccl_kernels import GpuLauncher
+        from raymoe.exchange.nccl.nccl_kernels import SharedLauncher
 
-        launcher = world.shared(GpuLauncher)
+        launcher = world.shared(SharedLauncher)
         return NcclAllgather(world, spec, world.shared(NcclRounds), launcher)
     if name == "staged" and spec.by_copy_engine:
         from raymoe.exchange.peer.staged import CopiedBackend

@@ -117,7 +117,7 @@ class TmaMover(GpuMover):
                 self._cache.popitem(last=False)
         self._cache.move_to_end(batch)
         for launch in launches:
-            launch(stream)
+            launch.enqueue(stream)
 
     def check(self) -> None:
         self._error.check()

@@ -125,7 +125,7 @@ class StreamBarrier:
 
     def __call__(self, stream: int) -> None:
         for launch in self._launches:
-            launch(stream)
+            launch.enqueue(stream)
 
     def check(self) -> None:
         """Raise an error if a rank did not come."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import ctypes
 import os
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, fields, replace
 from types import SimpleNamespace
@@ -17,14 +17,14 @@ import torch
 
 from raymoe.cuda.error_word import _RECORD, ErrorWord
 from raymoe.cuda.jit import KernelSource
-from raymoe.cuda.launch import Shape
-from raymoe.cuda.params import Params
+from raymoe.cuda.launch import Launch, Shape
+from raymoe.cuda.params import Params, address_setter
 from raymoe.cuda.structs import ErrorRecord
 from raymoe.exchange.backend import Dispatched, Tokens
 from raymoe.exchange.domains.domain_kernels import ADVANCE_CHUNK, ChunkParams
 from raymoe.exchange.peer.combine import CombineGrid
 from raymoe.exchange.peer.dispatch_grid import DispatchGrid
-from raymoe.exchange.peer.fused import FusedBackend, PreparedLaunch
+from raymoe.exchange.peer.fused import FusedBackend
 from raymoe.exchange.peer.fused_chunks import FusedChunksBackend
 from raymoe.exchange.peer.fused_ll import FusedLlBackend
 from raymoe.exchange.peer.kernel_result import KernelDispatched, Metadata, SavedMetadata
@@ -174,10 +174,10 @@ class EmulatedKernels:
 class EmulatedLaunch:
     """Enqueues on the rank's stream; the machine copies the parameters at that time, as a GPU does."""
 
-    def __init__(self, function: EmulatedFunction, shape: Shape, params: Params, *, waits: bool = True) -> None:
-        del waits  # the machine holds all blocks at once
+    def __init__(self, function: EmulatedFunction, shape: Shape, params: Params, *, addresses: Sequence[str]) -> None:
         self._function, self._shape = function, shape
         self.fields, self.sms = params.packed(), shape.blocks
+        self.set_addresses = address_setter(self.fields, type(params), addresses)
 
     def __call__(self, stream: int) -> None:  # noqa: ARG002 - a rank has one stream here
         gpu = self._function.gpu
@@ -251,11 +251,11 @@ class EmulatedBackend(FusedBackend):
     def dispatch_again(self, tokens: Tokens, out: torch.Tensor | None, forward: Dispatched) -> Dispatched:
         return super().dispatch_again(self._in_machine(tokens), out, forward)
 
-    def _again_launches(self) -> dict[int, PreparedLaunch]:
+    def _again_launches(self) -> dict[int, Launch]:
         with launched_on_machine():
             return super()._again_launches()
 
-    def _prepared_carrying(self) -> tuple[PreparedLaunch, ...]:
+    def _prepared_carrying(self) -> tuple[Launch, ...]:
         with launched_on_machine():
             return super()._prepared_carrying()
 

@@ -126,9 +126,9 @@ def sums_left_out(world: World, case: Case, silent: int) -> tuple[int, int, str,
 
 def forget_rows(got: Dispatched) -> None:
     """Zero the first words of the struct Got, so that the combine of this rank finds no tokens."""
-    home = got.saved(SavedMetadata)
-    begin, tokens = home.metadata.at["got"] // 4, home.metadata.nbytes_of("got") // 4
-    home.memory[begin : begin + tokens - 4] = 0  # the last 16 bytes are a status
+    saved = got.saved(SavedMetadata)
+    begin, tokens = saved.metadata.at["got"] // 4, saved.metadata.nbytes_of("got") // 4
+    saved.memory[begin : begin + tokens - 4] = 0  # the last 16 bytes are a status
 
 
 def steps_of(world: World, cases: list[Case]) -> list[list[Result]]:

@@ -17,7 +17,7 @@ from raymoe.exchange.backend import Tokens
 from raymoe.exchange.domains.chunks import sms_beside
 from raymoe.exchange.domains.domain_shape import DomainShape
 from raymoe.exchange.domains.hierarchical_gpu import HierarchicalGpu, RailParts
-from raymoe.exchange.nccl.nccl_kernels import GpuLauncher
+from raymoe.exchange.nccl.nccl_kernels import SharedLauncher
 from raymoe.exchange.peer.fused import FusedBackend
 from raymoe.exchange.peer.fused_chunks import FusedChunksBackend
 from raymoe.exchange.spec import ExchangeSpec
@@ -91,7 +91,7 @@ class OneRank:
             domains=domains, size=domains, rank=0, device=world.device, domain=world, waiter=world.waiter
         )
         self._spanning.swap = lambda value, _: [value] * domains
-        self._launcher = GpuLauncher(world)
+        self._launcher = SharedLauncher(world)
         self._stream: torch.cuda.Stream = torch.cuda.Stream(world.device)  # type: ignore[no-untyped-call]
         self._clock = TorchGraphClock(world, self._stream, torch.cuda.synchronize, captured=True)
         generator = torch.Generator(world.device).manual_seed(1)

@@ -48,6 +48,7 @@ from typing import Any, Protocol, runtime_checkable
 import torch
 
 from raymoe.cuda.current import capturing
+from raymoe.cuda.launcher import Launcher
 from raymoe.errors import Aborted, PeerTimeout, RaymoeError
 from raymoe.exchange.backend import Backend, Dispatched, Ids, Tokens
 from raymoe.exchange.domains.domain_shape import DomainShape, refusals_of_ranks
@@ -56,7 +57,6 @@ from raymoe.exchange.domains.rail_operation import begun
 from raymoe.exchange.domains.rail_rows import RailRows
 from raymoe.exchange.domains.rail_sums import RailSums, Said
 from raymoe.exchange.nccl.nccl_backends import CapturedMemory
-from raymoe.exchange.nccl.nccl_kernels import Launcher
 from raymoe.exchange.peer.fused_chunks import RAIL_OP
 from raymoe.exchange.peer.kernel_result import keep_for_current_stream
 from raymoe.exchange.refusal import raise_first

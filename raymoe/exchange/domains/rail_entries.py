@@ -12,6 +12,7 @@ from dataclasses import dataclass
 import torch
 
 from raymoe.cuda.launch import Shape
+from raymoe.cuda.launcher import Launcher
 from raymoe.exchange.backend import Tokens
 from raymoe.exchange.domains.domain_kernels import (
     ENTER_DOMAIN,
@@ -23,7 +24,6 @@ from raymoe.exchange.domains.domain_kernels import (
 )
 from raymoe.exchange.domains.domain_shape import DomainShape
 from raymoe.exchange.domains.rail_passes import PASS_WORDS, RailPasses
-from raymoe.exchange.nccl.nccl_kernels import Launcher
 from raymoe.exchange.spec import ExchangeSpec
 from raymoe.fp8 import FP8
 from raymoe.net.rail import DeviceRail

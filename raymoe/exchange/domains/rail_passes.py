@@ -11,9 +11,9 @@ from __future__ import annotations
 import torch
 
 from raymoe.cuda.launch import Shape
+from raymoe.cuda.launcher import Launcher
 from raymoe.errors import DataRefused
 from raymoe.exchange.domains.domain_shape import DomainShape
-from raymoe.exchange.nccl.nccl_kernels import Launcher
 from raymoe.exchange.nccl.rounds import COMPARE_PASSES, PUBLISH_PASS, ComparePassesParams, PublishPassParams
 from raymoe.exchange.refusal import Refusal
 from raymoe.net.rail import DeviceRail

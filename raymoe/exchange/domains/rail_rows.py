@@ -24,9 +24,9 @@ from typing import Any
 import torch
 
 from raymoe.cuda.launch import Shape
+from raymoe.cuda.launcher import Launcher
 from raymoe.exchange.domains.domain_kernels import ADVANCE_CHUNK, ChunkParams
 from raymoe.exchange.domains.domain_shape import DomainShape
-from raymoe.exchange.nccl.nccl_kernels import Launcher
 from raymoe.net.nccl import current_stream
 from raymoe.net.rail import DeviceRail
 

@@ -17,11 +17,11 @@ from typing import Any
 
 import torch
 
-from raymoe.cuda.launch import Shape
+from raymoe.cuda.launch import Field, Launch, Shape
+from raymoe.cuda.launcher import Launcher
 from raymoe.exchange.domains.domain_kernels import PUBLISH_STATUSES, PublishStatusesParams, SumDomainsParams, sum_source
 from raymoe.exchange.domains.domain_shape import DomainShape
 from raymoe.exchange.nccl import rounds
-from raymoe.exchange.nccl.nccl_kernels import Field, Launcher, ReadyKernel
 from raymoe.exchange.refusal import Refusal
 from raymoe.exchange.spec import ExchangeSpec
 from raymoe.net.rail import DeviceRail
@@ -168,7 +168,7 @@ class RailSums:
         self._refused.zero_()
         return words[_SPARE_WORDS:]
 
-    def _make_add(self, launcher: Launcher) -> ReadyKernel:
+    def _make_add(self, launcher: Launcher) -> Launch:
         spec, shape, item = self._spec, self._shape, self._leaving.element_size()
         pieces = rounds.sum_pieces(spec.row_bytes, self.sums.element_size(), item)
         params = SumDomainsParams(

@@ -12,9 +12,10 @@ import torch
 from torch.multiprocessing import reductions
 
 from raymoe.cuda.current import capturing, on
+from raymoe.cuda.launcher import Launcher
 from raymoe.errors import ConfigError, PeerTimeout, RaymoeError
 from raymoe.exchange.backend import Dispatched, Ids, Tokens
-from raymoe.exchange.nccl.nccl_kernels import Lagging, Launcher, RoundKernels, Rounds, SavedMemory
+from raymoe.exchange.nccl.nccl_kernels import Lagging, RoundKernels, Rounds, SavedMemory
 from raymoe.exchange.nccl.rounds import DispatchRecord
 from raymoe.exchange.refusal import CARRIES, SITE_SHIFT, Cause, Refusal, raise_backward, raise_first
 from raymoe.exchange.spec import ExchangeSpec

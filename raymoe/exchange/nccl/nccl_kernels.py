@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Protocol, TypeAlias
 
@@ -11,9 +10,8 @@ import torch
 
 from raymoe.cuda.gpu import HostWords
 from raymoe.cuda.jit import KernelSource
-from raymoe.cuda.launch import Function, Kernels, Launch, Shape
-from raymoe.cuda.params import Params
-from raymoe.cuda.stream_order import StreamOrder
+from raymoe.cuda.launch import Launch, Shape
+from raymoe.cuda.launcher import Launcher
 from raymoe.exchange.backend import Dispatched, Ids, Tokens
 from raymoe.exchange.nccl import rounds
 from raymoe.exchange.nccl.rounds import DispatchMemory, Sizes
@@ -23,12 +21,6 @@ from raymoe.exchange.spec import ExchangeSpec
 from raymoe.memory.layout import ITEM_BYTES, round_up
 from raymoe.memory.world import CLOSING_S, World
 from raymoe.net.nccl import BackgroundWait
-
-# The interfaces that the NCCL backends use: one moves bytes between ranks, the other launches kernels.
-
-Field: TypeAlias = int | torch.Tensor | None
-"""The value of a kernel parameter: a number, a tensor for its address, or None for null."""
-
 
 Lagging: TypeAlias = Callable[[], tuple[int, int, int]]
 """Names a peer that is late, or any peer if none is: the peer, its count of operations, and this rank's count."""
@@ -53,128 +45,16 @@ class Rounds(Protocol):
         """Copy some bytes to the host after the work of the current stream, and wait for that with a limit."""
 
 
-class ReadyKernel(Protocol):
-    """A prepared launch: a call gives only the parameters that changed."""
-
-    def __call__(self, stream: int, **changed: Field) -> None: ...
-
-
-class KernelWords(Protocol):
-    """Words in host memory that kernels write."""
-
-    @property
-    def memory(self) -> Field:
-        """The words, as a kernel parameter."""
-
-    def read(self, first: int, count: int) -> Sequence[int]: ...
-
-
-class Launcher(Protocol):
-    """Launches kernels. `GpuLauncher` does it on a GPU."""
-
-    threads: int
-    """Threads of a block."""
-    sms: int
-
-    def ordered(self, op: str) -> AbstractContextManager[int]:
-        """Order the work that is enqueued inside after the last operation. Yields the current stream."""
-
-    def resident(self, source: KernelSource, shape: Shape) -> int:
-        """The number of blocks of this shape that can be resident at once."""
-
-    def ready(self, source: KernelSource, shape: Shape, params: Params, **memory: Field) -> ReadyKernel:
-        """Prepare a launch. `memory` replaces fields of `params` by addresses."""
-
-    def words(self, count: int) -> KernelWords:
-        """Allocate 64-bit words, zero at first, which live as long as the launcher."""
-
-
-# Launches with tensors as parameters. A call makes no new object.
-
-
-def address(field: Field) -> int:
-    """The value of a field as the kernel gets it.
-
-    >>> address(None), address(7)
-    (0, 7)
-    """
-    return field.data_ptr() if isinstance(field, torch.Tensor) else field or 0
-
-
-class GpuLauncher:
-    """The kernels of a world's GPU, and the order of its NCCL operations on all streams.
-
-    All exchanges of a world share one (`World.shared`).
-    """
-
-    threads = 256
+class SharedLauncher(Launcher):
+    """The launcher of all exchanges of a world, which share one (`World.shared`). It orders their NCCL operations."""
 
     def __init__(self, world: World) -> None:
-        self._gpu, self._order = world.gpu, StreamOrder(world.gpu)
-        self._kernels = Kernels(world.gpu)
-        self.sms = world.gpu.sms
-        self._words: list[GpuWords] = []
+        super().__init__(world.gpu)
 
-    @contextmanager
-    def ordered(self, op: str) -> Iterator[int]:
-        """Order an operation. One that fails inside is not recorded: its exchange becomes unusable."""
-        # 0 SMs: these kernels wait for no other rank, and NCCL chooses its own SMs.
-        stream, capture = self._order.enter(op, 0)
-        yield stream
-        self._order.leave(stream, capture)
-
-    def resident(self, source: KernelSource, shape: Shape) -> int:
-        return self._kernels.function(source).resident_blocks(shape.threads, shape.shared_bytes)
-
-    def ready(self, source: KernelSource, shape: Shape, params: Params, **memory: Field) -> ReadyLaunch:
-        return ReadyLaunch(self._kernels.function(source), shape, params, memory)
-
-    def words(self, count: int) -> GpuWords:
-        self._words.append(GpuWords(HostWords(self._gpu, count)))
-        return self._words[-1]
-
-    def close(self, together: bool) -> None:  # noqa: ARG002
+    def close(self, together: bool = True) -> None:  # noqa: ARG002
         """Close with the world, after all work on its GPU. Where the GPU does not get idle, its memory stays."""
-        if not BackgroundWait(self._gpu.synchronise).done(CLOSING_S):
-            return
-        for words in self._words:
-            words.close()
-        self._order.close()
-        self._kernels.close()
-
-
-class ReadyLaunch(Launch):
-    """A launch whose parameters are packed once. A call sets the fields that changed."""
-
-    def __init__(self, function: Function, shape: Shape, params: Params, memory: dict[str, Field]) -> None:
-        super().__init__(function, shape, params)
-        self._memory = memory  # keeps the tensors alive while their addresses are used
-        for name, field in memory.items():
-            setattr(self.fields, name, address(field))
-
-    def __call__(self, stream: int, **changed: Field) -> None:
-        fields = self.fields
-        for name, field in changed.items():  # `address` inlined, to save a call each
-            setattr(fields, name, field if isinstance(field, int) else 0 if field is None else field.data_ptr())
-        super().__call__(stream)
-
-
-class GpuWords:
-    """Page-locked words that the GPU writes and the host reads."""
-
-    def __init__(self, words: HostWords) -> None:
-        self._words = words
-
-    @property
-    def memory(self) -> int:
-        return self._words.device_address()
-
-    def read(self, first: int, count: int) -> Sequence[int]:
-        found: list[int] = self._words.words[first : first + count]
-        return found
-
-    def close(self) -> None:
-        self._words.close()
+        if BackgroundWait(self._gpu.synchronise).done(CLOSING_S):
+            super().close()
 
 
 # The kernels of an exchange.
@@ -323,7 +203,7 @@ class RoundKernels:
         passes = (self._pass_metadata if kept is None else kept)[self._sizes.metadata_bytes - Refusal.NBYTES :]
         self._compare_passes(stream, passes=passes, rows=rows, bytes=rows.nbytes)
 
-    def number(self, stream: int, got: Dispatched, kept: torch.Tensor, host_counts: KernelWords | None = None) -> None:
+    def number(self, stream: int, got: Dispatched, kept: torch.Tensor, host_counts: HostWords | None = None) -> None:
         """Compute places, counts, offsets, weights and index from all ranks' ids and weights.
 
         With `host_counts`, also write the number of rows to and from each rank there.
@@ -449,7 +329,7 @@ class RoundKernels:
         self._publish_scratch[:1].fill_(-1)
         entries = sizes.tokens * sizes.topk
         shape = self._shape(rounds.PUBLISH_ROUTING, -(-entries // launcher.threads))
-        self._publish_routing: ReadyKernel = launcher.ready(
+        self._publish_routing: Launch = launcher.ready(
             rounds.PUBLISH_ROUTING,
             shape,
             rounds.PublishRoutingParams(self._memory, experts=spec.experts),
@@ -459,7 +339,7 @@ class RoundKernels:
         warps = sizes.numbering_warps(launcher.threads // 32)
         stats = self._empty(sizes.ranks * runs * sizes.stats_words, torch.int32)
         blocks, threads = sizes.ranks * runs, warps * 32
-        self._count: ReadyKernel = launcher.ready(
+        self._count: Launch = launcher.ready(
             rounds.COUNT,
             Shape(blocks, threads, 4 * sizes.stats_words),
             rounds.CountParams(self._memory, runs=runs),
@@ -474,7 +354,7 @@ class RoundKernels:
             group=spec.expert_group,
         )
         shape = Shape(blocks, threads, sizes.numbering_bytes(warps))
-        self._number: ReadyKernel = launcher.ready(rounds.NUMBER, shape, params, stats=stats)
+        self._number: Launch = launcher.ready(rounds.NUMBER, shape, params, stats=stats)
 
     def _make_moving(self) -> None:
         spec, sizes, ready = self._spec, self._sizes, self._launcher.ready
@@ -492,14 +372,14 @@ class RoundKernels:
             width=width,
             own_first=self._rank * sizes.tokens,
         )
-        self._place: ReadyKernel = ready(rounds.SPREAD, shape, place, rows=self.blocks.table)
+        self._place: Launch = ready(rounds.SPREAD, shape, place, rows=self.blocks.table)
         shape = self._shape(rounds.SPREAD, sizes.tokens * pieces * 32 // self._launcher.threads + 1)
         home = self._memory.home
         pack = replace(base, to=home, stride=sizes.ranks, width=sizes.ranks, skip=self._rank)
-        self._pack: ReadyKernel = ready(rounds.SPREAD, shape, pack, out=self.blocks.packed)
+        self._pack: Launch = ready(rounds.SPREAD, shape, pack, out=self.blocks.packed)
         # `home` counts rows in blocks of T + 1 rows; the table's blocks have T.
         own = replace(base, to=home + 4 * self._rank, stride=sizes.ranks, width=1, first_row=self._rank)
-        self._pack_own: ReadyKernel = ready(rounds.SPREAD, shape, own, out=self.blocks.table)
+        self._pack_own: Launch = ready(rounds.SPREAD, shape, own, out=self.blocks.table)
 
     def _make_sums(self) -> None:
         spec, sizes, ready = self._spec, self._sizes, self._launcher.ready
@@ -508,7 +388,7 @@ class RoundKernels:
         row, wire = spec.row_bytes, spec.combine_row_bytes
         units = sizes.tokens * pieces * 32 // self._launcher.threads + 1
         blocks = {"skew": self.blocks.skew % 2**32, "number_stride": self.blocks.leaving_numbers.stride(0)}
-        self._sum_entries: ReadyKernel = ready(
+        self._sum_entries: Launch = ready(
             entries,
             self._shape(entries, units * sizes.ranks),
             rounds.SumEntriesParams(self._memory, row_bytes=row, wire_row_bytes=wire, pieces=pieces),
@@ -516,7 +396,7 @@ class RoundKernels:
             leaving_numbers=self.blocks.leaving_numbers,
             **blocks,
         )
-        self._sum_ranks: ReadyKernel = ready(
+        self._sum_ranks: Launch = ready(
             ranks,
             self._shape(ranks, units),
             rounds.SumRanksParams(self._memory, row_bytes=row, wire_row_bytes=wire, pieces=pieces),
@@ -536,7 +416,7 @@ class RoundKernels:
         self._own_pass_metadata = self._pass_metadata[self._rank * each : (self._rank + 1) * each]
         own = self._own_pass_metadata[-Refusal.NBYTES :]
         begin = rounds.PublishScratch.offsets()["number"] // 8
-        self._publish_pass: ReadyKernel = ready(
+        self._publish_pass: Launch = ready(
             rounds.PUBLISH_PASS,
             Shape(1, 32),
             rounds.PublishPassParams(),
@@ -546,7 +426,7 @@ class RoundKernels:
         params = rounds.ComparePassesParams(stride=each, ranks=sizes.ranks)
         shape = self._shape(rounds.COMPARE_PASSES, self._launcher.sms)
         refused = self._refused_passes
-        self._compare_passes: ReadyKernel = ready(rounds.COMPARE_PASSES, shape, params, refused=refused)
+        self._compare_passes: Launch = ready(rounds.COMPARE_PASSES, shape, params, refused=refused)
 
     def _number_of(self, kept: torch.Tensor) -> torch.Tensor:
         """The number of a dispatch, in its memory."""

@@ -17,7 +17,6 @@ from raymoe.cuda.current import capturing
 from raymoe.cuda.gpu import HostWords
 from raymoe.cuda.jit import KernelSource
 from raymoe.cuda.launch import Function, Launch, Shape
-from raymoe.cuda.params import Params, address_setter
 from raymoe.errors import CaptureError, ConfigError
 from raymoe.exchange.backend import Dispatched, Ids, Tokens
 from raymoe.exchange.peer import combine, dispatch
@@ -48,14 +47,6 @@ def _refuse_in_capture(device: torch.device) -> None:
         raise CaptureError("the first backward pass of an exchange inside a capture; run one before, eagerly")
 
 
-class PreparedLaunch:
-    """A launch; each call sets the addresses in its parameters."""
-
-    def __init__(self, launch: Launch, struct: type[Params], names: tuple[str, ...]) -> None:
-        self.launch = launch
-        self.set_addresses = address_setter(launch.fields, struct, names)
-
-
 class FusedBackend:
     """Backend `fused`, on a workspace of its own or on one that it shares with other exchanges."""
 
@@ -65,9 +56,9 @@ class FusedBackend:
 
     def __init__(self, world: World, spec: ExchangeSpec, workspace: Workspace | None, sms: int) -> None:
         self.world, self.spec = world, spec
-        self._carrying: tuple[PreparedLaunch, ...] = ()
-        self._known: PreparedLaunch | None = None
-        self._again: dict[int, PreparedLaunch] = {}
+        self._carrying: tuple[Launch, ...] = ()
+        self._known: Launch | None = None
+        self._again: dict[int, Launch] = {}
         refuse(spec)
         self._own_workspace = workspace is None
         self.workspace = Workspace(world, spec) if workspace is None else workspace
@@ -99,9 +90,7 @@ class FusedBackend:
     def dispatch(self, tokens: Tokens, out: torch.Tensor | None) -> Dispatched:
         return self._whole_dispatch(self._dispatches, tokens, out)
 
-    def _whole_dispatch(
-        self, launches: Mapping[int, PreparedLaunch], tokens: Tokens, out: torch.Tensor | None
-    ) -> Dispatched:
+    def _whole_dispatch(self, launches: Mapping[int, Launch], tokens: Tokens, out: torch.Tensor | None) -> Dispatched:
         """Enqueue a dispatch by these launches of kernels/peer/dispatch.cu, by the parts that each does."""
         self.workspace.begin("dispatch")
         got = self._new_result(tokens, out)
@@ -183,7 +172,7 @@ class FusedBackend:
             self._set_pass(prepared, forward)
         return self._whole_dispatch(self._again, tokens, out)
 
-    def _again_launches(self) -> dict[int, PreparedLaunch]:
+    def _again_launches(self) -> dict[int, Launch]:
         """The launches of a dispatch in a backward pass that routes its rows again, by the parts that each does."""
         source = self.build.finding_places(self._dispatch_source(known=False))
         function = self.workspace.kernels.function(routed_again(source))
@@ -193,9 +182,9 @@ class FusedBackend:
         """The parts of each launch of kernels/peer/dispatch.cu in a dispatch that is one call."""
         return (dispatch.ALL_PARTS,)
 
-    def _set_pass(self, prepared: PreparedLaunch, forward: Dispatched) -> None:
+    def _set_pass(self, prepared: Launch, forward: Dispatched) -> None:
         """Let a launch say that it belongs to the backward pass of the dispatch `forward`."""
-        saved, fields = forward.saved(SavedMetadata), prepared.launch.fields
+        saved, fields = forward.saved(SavedMetadata), prepared.fields
         fields.forward, fields.record = saved.address + self._metadata.at["got"], self._record(BACKWARD)
         fields.site, fields.mark = forward.site, 0 if self._mark is None else self._mark.data_ptr()
 
@@ -205,7 +194,7 @@ class FusedBackend:
     def _known_parts(self) -> int:
         return dispatch.SEND | dispatch.PLACE
 
-    def _prepared_known(self) -> PreparedLaunch:
+    def _prepared_known(self) -> Launch:
         """The launch of kernels/peer/dispatch.cu for known routing, made at the first backward pass."""
         if self._known is None:
             _refuse_in_capture(self.world.device)
@@ -213,13 +202,11 @@ class FusedBackend:
             # With layout rank too, rows go to their places: their slots change with the parity of the epoch.
             params = replace(self._dispatch_params(self._known_parts()), rank_layout=0)
             shape = self.dispatch_grid.shape(self._known_parts())
-            launch = Launch(space.kernels.function(self._dispatch_source(known=True)), shape, params)
-            self._known = PreparedLaunch(launch, type(params), DISPATCH_ADDRESSES)
+            function = space.kernels.function(self._dispatch_source(known=True))
+            self._known = Launch(function, shape, params, addresses=DISPATCH_ADDRESSES)
         return self._known
 
-    def _set_known_addresses(
-        self, prepared: PreparedLaunch, x: torch.Tensor, got: Dispatched, out: torch.Tensor
-    ) -> Launch:
+    def _set_known_addresses(self, prepared: Launch, x: torch.Tensor, got: Dispatched, out: torch.Tensor) -> Launch:
         """Set the addresses of a launch that reads the metadata of `got`. It reads no ids and no weights."""
         saved, at = got.saved(SavedMetadata), self._metadata.at
         memory = saved.address
@@ -227,9 +214,9 @@ class FusedBackend:
         results = (memory + at[name] for name in ("weights", "expert_offsets", "expert_counts"))
         kept = (memory + at[name] for name in ("home", "masks", "got"))
         prepared.set_addresses(x.data_ptr(), 0, 0, 0, sent, out.data_ptr(), 0, *results, 0, *kept)
-        prepared.launch.fields.tokens = got.tokens
+        prepared.fields.tokens = got.tokens
         self._set_pass(prepared, got)
-        return prepared.launch
+        return prepared
 
     def _keep_for_this_stream(self, got: Dispatched) -> None:
         """Keep the metadata of a dispatch for an operation on the current stream."""
@@ -238,7 +225,7 @@ class FusedBackend:
         if saved.stream != self.workspace.stream():
             keep_for_current_stream(saved.memory)
 
-    def _prepared_carrying(self) -> tuple[PreparedLaunch, ...]:
+    def _prepared_carrying(self) -> tuple[Launch, ...]:
         """The launches of a combine that carries numbers, made at the first backward pass."""
         if not self._carrying:
             _refuse_in_capture(self.world.device)
@@ -272,7 +259,7 @@ class FusedBackend:
         words = torch.zeros(2, _RECORD_WORDS, dtype=torch.int64, device=self.world.device)
         self._device_records = words  # keeps the memory while kernels may write to it
         for prepared in self._all_combines():
-            prepared.launch.fields.record = self._record(COMBINES)
+            prepared.fields.record = self._record(COMBINES)
         return words[COMBINES]
 
     def backward_record(self) -> torch.Tensor:
@@ -308,16 +295,16 @@ class FusedBackend:
     def _combine_parts(self) -> tuple[int, ...]:
         return combine.ALL_PARTS, combine.REDUCE, combine.SUM
 
-    def _all_combines(self) -> list[PreparedLaunch]:
+    def _all_combines(self) -> list[Launch]:
         return [*self._combines.values(), *self._carrying]
 
     def _largest_shapes(self) -> list[Shape]:
         """The shapes of the largest launches."""
         return [self.dispatch_grid.shape(dispatch.ALL_PARTS), self.combine_grid.shape(combine.ALL_PARTS)]
 
-    def _dispatch_launch(self, function: Function, parts: int) -> PreparedLaunch:
+    def _dispatch_launch(self, function: Function, parts: int) -> Launch:
         shape, params = self.dispatch_grid.shape(parts), self._dispatch_params(parts)
-        return PreparedLaunch(Launch(function, shape, params), type(params), DISPATCH_ADDRESSES)
+        return Launch(function, shape, params, addresses=DISPATCH_ADDRESSES)
 
     def _dispatch_source(self, known: bool) -> KernelSource:
         """The kernel of a dispatch, with known routing or without."""
@@ -328,9 +315,9 @@ class FusedBackend:
         space, spec, warps = self.workspace, self.spec, self.combine_grid.warps
         return combine_source(spec.dtype, space.stamped, space.traces, spec.combine_wire, warps, carries)
 
-    def _combine_launch(self, function: Function, parts: int, carries: bool = False) -> PreparedLaunch:
-        launch = Launch(function, self.combine_grid.shape(parts), self._combine_params(parts, carries))
-        return PreparedLaunch(launch, CombineParams, COMBINE_ADDRESSES)
+    def _combine_launch(self, function: Function, parts: int, carries: bool = False) -> Launch:
+        params = self._combine_params(parts, carries)
+        return Launch(function, self.combine_grid.shape(parts), params, addresses=COMBINE_ADDRESSES)
 
     def _dispatch_params(self, parts: int) -> DispatchParams:
         """The parameters, but for those that calls set."""
@@ -370,7 +357,7 @@ class FusedBackend:
         """Return the launch of these parts of a dispatch, with the addresses of this call's tensors."""
         return self._set_dispatch_addresses(self._dispatches[parts], got, tokens)
 
-    def _set_dispatch_addresses(self, prepared: PreparedLaunch, got: Dispatched, tokens: Tokens) -> Launch:
+    def _set_dispatch_addresses(self, prepared: Launch, got: Dispatched, tokens: Tokens) -> Launch:
         saved, at = got.saved(SavedMetadata), self._metadata.at
         memory = saved.address
         in_slots = self._slot_rows is not None
@@ -390,26 +377,26 @@ class FusedBackend:
             memory + at["masks"],
             memory + at["got"],
         )
-        fields = prepared.launch.fields
+        fields = prepared.fields
         fields.wide_topk_idx = tokens.topk_idx.dtype is torch.int64
         fields.zero_padding = self._zero_padding and tokens.zero_gaps
         fields.tokens = got.tokens
-        return prepared.launch
+        return prepared
 
     def _combine_at(self, rows: torch.Tensor, got: Dispatched, weighted: bool, out: torch.Tensor, parts: int) -> Launch:
         """Return the launch of these parts of a combine, with the addresses of this call's tensors."""
         return self._set_combine_addresses(self._combines[parts], rows, got, weighted, out)
 
     def _set_combine_addresses(
-        self, prepared: PreparedLaunch, rows: torch.Tensor, got: Dispatched, weighted: bool, out: torch.Tensor
+        self, prepared: Launch, rows: torch.Tensor, got: Dispatched, weighted: bool, out: torch.Tensor
     ) -> Launch:
         saved, at = got.saved(SavedMetadata), self._metadata.at
         self._keep_for_this_stream(got)
         memory = saved.address
         addresses = memory + at["home"], memory + at["masks"], memory + at["got"]
         prepared.set_addresses(rows.data_ptr(), *addresses, out.data_ptr())
-        fields = prepared.launch.fields
+        fields = prepared.fields
         fields.tokens = got.tokens
         fields.weighted = weighted
         fields.site = got.site
-        return prepared.launch
+        return prepared

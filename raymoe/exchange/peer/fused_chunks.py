@@ -41,7 +41,7 @@ class FusedChunksBackend(FusedBackend):
         self._words, self._chunk_tokens = words, tokens
         known = (self._known,) if self._known else ()
         for prepared in (*self._dispatches.values(), *self._again.values(), *known):
-            prepared.launch.fields.chunks, prepared.launch.fields.chunk_tokens = words.data_ptr(), tokens
+            prepared.fields.chunks, prepared.fields.chunk_tokens = words.data_ptr(), tokens
 
     def combine_tokens(
         self, rows: torch.Tensor, got: Dispatched, weighted: bool, out: torch.Tensor, tokens: tuple[int, int]

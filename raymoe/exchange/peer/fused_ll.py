@@ -19,7 +19,7 @@ from raymoe.exchange.backend import Dispatched, Tokens
 from raymoe.exchange.peer import ll
 from raymoe.exchange.peer.combine import CombineParams, with_ll_statuses
 from raymoe.exchange.peer.dispatch import ALL_PARTS, routed_again
-from raymoe.exchange.peer.fused import COMBINE_ADDRESSES, COMBINES, DISPATCH_ADDRESSES, FusedBackend, PreparedLaunch
+from raymoe.exchange.peer.fused import COMBINE_ADDRESSES, COMBINES, DISPATCH_ADDRESSES, FusedBackend
 from raymoe.exchange.peer.workspace import Workspace
 from raymoe.exchange.spec import ExchangeSpec
 from raymoe.memory.world import World
@@ -57,9 +57,7 @@ class FusedLlBackend(FusedBackend):
     def dispatch(self, tokens: Tokens, out: torch.Tensor | None) -> Dispatched:
         return self._whole_dispatch(self._dispatch_ll, tokens, out)
 
-    def _whole_dispatch(
-        self, launches: Mapping[int, PreparedLaunch], tokens: Tokens, out: torch.Tensor | None
-    ) -> Dispatched:
+    def _whole_dispatch(self, launches: Mapping[int, Launch], tokens: Tokens, out: torch.Tensor | None) -> Dispatched:
         self.workspace.begin("dispatch")
         got = self._new_result(tokens, out)
         launch = self._set_dispatch_addresses(launches[ALL_PARTS], got, tokens)
@@ -95,7 +93,7 @@ class FusedLlBackend(FusedBackend):
         params = super()._combine_params(parts, carries)
         return replace(params, statuses=self.workspace.buffers("ll_statuses")) if carries else params
 
-    def _all_combines(self) -> list[PreparedLaunch]:
+    def _all_combines(self) -> list[Launch]:
         return [*super()._all_combines(), self._combine_ll]
 
     def _deal_sent(self, tokens: int) -> _SentDealing:
@@ -105,10 +103,10 @@ class FusedLlBackend(FusedBackend):
         sent = self._sent_dealings[tokens] = _SentDealing(routers, runs, rows)
         return sent
 
-    def _again_launches(self) -> dict[int, PreparedLaunch]:
+    def _again_launches(self) -> dict[int, Launch]:
         return {ALL_PARTS: self._ll_dispatch_launch(again=True)}
 
-    def _ll_dispatch_launch(self, again: bool) -> PreparedLaunch:
+    def _ll_dispatch_launch(self, again: bool) -> Launch:
         space, grid, fp8 = self.workspace, self._dispatch_ll_grid, self.build.fp8
         source = self.build.finding_places(ll.dispatch_ll_source(self.spec.dtype, fp8, space.traces))
         function = space.kernels.function(routed_again(source) if again else source)
@@ -116,12 +114,12 @@ class FusedLlBackend(FusedBackend):
         placed = grid.arrive(self._row_units, 1 if fp8 else ll.PLACED, self.spec.tokens, self.world.size)
         params = self.build.dispatch_ll_params(grid, sent, placed)
         shape = grid.shape(ll.ll_shared_bytes(self.spec.experts, fp8))
-        return PreparedLaunch(Launch(function, shape, params), ll.DispatchLlParams, DISPATCH_ADDRESSES)
+        return Launch(function, shape, params, addresses=DISPATCH_ADDRESSES)
 
-    def _ll_combine_launch(self) -> PreparedLaunch:
+    def _ll_combine_launch(self) -> Launch:
         space, grid = self.workspace, self._combine_ll_grid
         function = space.kernels.function(ll.combine_ll_source(self.spec.dtype, space.traces))
         reduced = grid.leave(self._sum_units, ll.REDUCED, self.spec.tokens, self.world.size - 1)
         summed = grid.arrive(self._sum_units, ll.SUMMED, self.spec.tokens)
         params = self.build.combine_ll_params(grid, reduced, summed, self._record(COMBINES))
-        return PreparedLaunch(Launch(function, grid.shape(), params), ll.CombineLlParams, COMBINE_ADDRESSES)
+        return Launch(function, grid.shape(), params, addresses=COMBINE_ADDRESSES)

@@ -22,7 +22,7 @@ from raymoe.exchange.peer import combine, dispatch
 from raymoe.exchange.peer.combine import CombineGrid
 from raymoe.exchange.peer.dispatch import ANNOUNCE, ANNOUNCE_THREADS, DispatchParams, alltoallv_source, pack_source
 from raymoe.exchange.peer.dispatch_grid import DispatchGrid
-from raymoe.exchange.peer.fused import DISPATCH_ADDRESSES, FusedBackend, PreparedLaunch
+from raymoe.exchange.peer.fused import DISPATCH_ADDRESSES, FusedBackend
 from raymoe.exchange.peer.workspace import Workspace
 from raymoe.exchange.spec import ExchangeSpec
 from raymoe.memory.world import World
@@ -37,9 +37,7 @@ class StagedBackend(FusedBackend):
         super().__init__(world, spec, workspace, sms)
         self._moving = self._prepare_moving()
 
-    def _whole_dispatch(
-        self, launches: Mapping[int, PreparedLaunch], tokens: Tokens, out: torch.Tensor | None
-    ) -> Dispatched:
+    def _whole_dispatch(self, launches: Mapping[int, Launch], tokens: Tokens, out: torch.Tensor | None) -> Dispatched:
         self.workspace.begin("dispatch")
         got = self._new_result(tokens, out)
         placing = self._set_dispatch_addresses(launches[dispatch.PLACE], got, tokens)
@@ -69,18 +67,17 @@ class StagedBackend(FusedBackend):
     def _known_parts(self) -> int:
         return dispatch.PLACE
 
-    def _sending(self, launches: Mapping[int, PreparedLaunch], got: Dispatched, tokens: Tokens) -> tuple[Launch, ...]:
+    def _sending(self, launches: Mapping[int, Launch], got: Dispatched, tokens: Tokens) -> tuple[Launch, ...]:
         routing = self._set_dispatch_addresses(launches[dispatch.ROUTE], got, tokens)
         return routing, self._set_dispatch_addresses(self._moving, got, tokens)
 
-    def _prepare_moving(self) -> PreparedLaunch:
+    def _prepare_moving(self) -> Launch:
         """Prepare the launch that moves the rows."""
         if self.build.fp8:
             return self._dispatch_launch(self._dispatch, dispatch.SEND)
         alltoallv = self.workspace.kernels.function(alltoallv_source(self.workspace.stamped))
         shape = Shape(self.dispatch_grid.senders, dispatch.WIDE * 32)
-        launch = Launch(alltoallv, shape, self._dispatch_params(dispatch.SEND))
-        return PreparedLaunch(launch, DispatchParams, DISPATCH_ADDRESSES)
+        return Launch(alltoallv, shape, self._dispatch_params(dispatch.SEND), addresses=DISPATCH_ADDRESSES)
 
     def _dispatch_parts(self) -> tuple[int, ...]:
         return dispatch.ROUTE, dispatch.PLACE
@@ -140,9 +137,7 @@ class CopiedBackend(StagedBackend):
         """A rank must not copy before it has the heads of its peers (pack.cu), which only routers store."""
         return False
 
-    def _whole_dispatch(
-        self, launches: Mapping[int, PreparedLaunch], tokens: Tokens, out: torch.Tensor | None
-    ) -> Dispatched:
+    def _whole_dispatch(self, launches: Mapping[int, Launch], tokens: Tokens, out: torch.Tensor | None) -> Dispatched:
         self.workspace.begin("dispatch")
         got = self._new_result(tokens, out)
         announcing = self._announce_at(got, tokens, dispatch.SEND | dispatch.PLACE)
@@ -197,13 +192,13 @@ class CopiedBackend(StagedBackend):
     def _join(self) -> None:
         torch.cuda.current_stream(self.world.device).wait_stream(self._side_stream)
 
-    def _prepare_moving(self) -> PreparedLaunch:
+    def _prepare_moving(self) -> Launch:
         """Prepare the launch that copies rows to the slots from which the copy engine copies."""
         pack = self.workspace.kernels.function(pack_source(self.workspace.stamped))
         return self._prepared(pack, self._pack_shape(), dispatch.SEND)
 
-    def _prepared(self, function: Function, shape: Shape, parts: int) -> PreparedLaunch:
-        return PreparedLaunch(Launch(function, shape, self._dispatch_params(parts)), DispatchParams, DISPATCH_ADDRESSES)
+    def _prepared(self, function: Function, shape: Shape, parts: int) -> Launch:
+        return Launch(function, shape, self._dispatch_params(parts), addresses=DISPATCH_ADDRESSES)
 
     def _pack_shape(self) -> Shape:
         """A warp for each row, up to the blocks of a combine."""

@@ -146,7 +146,7 @@ class RowPush:
 
     def __call__(self) -> None:
         """Enqueue on the current stream."""
-        self._launch(torch.cuda.current_stream(self.world.device).cuda_stream)
+        self._launch.enqueue(torch.cuda.current_stream(self.world.device).cuda_stream)
 
     def check(self) -> None:
         """Wait for the device; raise an error if a rank did not come."""

@@ -15,11 +15,10 @@ from typing import Any
 import torch
 
 from raymoe.cuda.jit import KernelSource
-from raymoe.cuda.launch import Shape
+from raymoe.cuda.launch import Field, Shape, value_of
 from raymoe.cuda.params import Params
 from raymoe.exchange.backend import Dispatched, Ids, Tokens
 from raymoe.exchange.domains.hierarchical_gpu import HierarchicalGpu, RailParts
-from raymoe.exchange.nccl.nccl_kernels import Field, address
 from raymoe.exchange.spec import ExchangeSpec
 from raymoe.memory.world import World
 from tests.emulator.machine import Emulator
@@ -43,7 +42,7 @@ class Machine(EmulatedLauncher):
             fields = memory | changed
             for begin, nbytes in {storage_of(each) for each in fields.values() if isinstance(each, torch.Tensor)}:
                 self.emulator.reach(begin, nbytes, f"memory of {source.stem}")
-            given = replace(params, **{name: address(field) for name, field in fields.items()})
+            given = replace(params, **{name: value_of(field) for name, field in fields.items()})
             self.emulator.launch(0, source, shape, given)
             self.run()
 
@@ -87,8 +86,8 @@ class Inside:
     def lose(self, chunks: int) -> None:
         """Let only so many chunks of the next dispatch come, and bound its waits by a millisecond of the machine."""
         self._backend.late_chunks = chunks
-        for prepared in self._backend._dispatches.values():
-            prepared.launch.fields.watch.timeout_ns = 1_000_000
+        for launch in self._backend._dispatches.values():
+            launch.fields.watch.timeout_ns = 1_000_000
 
     def dispatch(self, tokens: Tokens, out: torch.Tensor | None) -> Dispatched:
         return self._dispatched(self._backend.dispatch, tokens, out)

@@ -261,7 +261,7 @@ def test_every_launch_takes_only_the_sms_of_the_caller() -> None:
         for sms in (2, 4):
             made = backend("chunks", space, spec, sms=sms)
             launches = [*made._dispatches.values(), *made._combines.values(), *made._prepared_carrying()]
-            assert {each.launch.sms for each in (*launches, made._prepared_known())} <= set(range(1, sms + 1))
+            assert {each.sms for each in (*launches, made._prepared_known())} <= set(range(1, sms + 1))
 
 
 def lose_a_chunk(rank: int) -> Any:

@@ -10,9 +10,8 @@ from itertools import count
 import torch
 
 from raymoe.cuda.jit import KernelSource
-from raymoe.cuda.launch import Shape
+from raymoe.cuda.launch import Field, Shape, value_of
 from raymoe.cuda.params import Params
-from raymoe.exchange.nccl.nccl_kernels import Field, address
 from raymoe.memory.world import World
 from tests.emulator.build import Change
 from tests.emulator.machine import Emulator
@@ -65,7 +64,7 @@ class EmulatedLaunch:
     def __call__(self, stream: int, **changed: Field) -> None:
         assert stream == 0
         fields = self.memory | changed
-        params = replace(self.params, **{name: address(field) for name, field in fields.items()})
+        params = replace(self.params, **{name: value_of(field) for name, field in fields.items()})
         with Emulator(1, _MOST_STEPS, self.changes) as emulator:
             tensors = (field for field in fields.values() if isinstance(field, torch.Tensor))
             for begin, nbytes in {storage_of(tensor) for tensor in tensors if tensor.numel()}:

@@ -16,7 +16,7 @@ from raymoe.errors import PeerTimeout
 from raymoe.exchange.backend import Ids
 from raymoe.exchange.nccl import nccl_kernels
 from raymoe.exchange.nccl.nccl_backends import HostNumbers, NcclCollective, NcclRounds, NumbersByMetadata
-from raymoe.exchange.nccl.nccl_kernels import GpuLauncher, RoundKernels
+from raymoe.exchange.nccl.nccl_kernels import RoundKernels, SharedLauncher
 from raymoe.exchange.spec import ExchangeSpec
 from raymoe.memory.wait import Waiter
 from raymoe.memory.world import World
@@ -160,13 +160,13 @@ def test_a_close_does_not_wait_for_ever_for_the_device() -> None:
 @pytest.mark.parametrize("idle", [True, False])
 def test_a_launcher_frees_its_memory_only_when_the_gpu_is_idle(monkeypatch: pytest.MonkeyPatch, idle: bool) -> None:
     monkeypatch.setattr(nccl_kernels, "CLOSING_S", 0.2)
-    made: Any = GpuLauncher.__new__(GpuLauncher)
+    made: Any = SharedLauncher.__new__(SharedLauncher)
     made._gpu = SimpleNamespace(synchronise=lambda: time.sleep(0 if idle else 1))
-    made._words, made._order, made._kernels = [mock.Mock()], mock.Mock(), mock.Mock()
+    made._words, made.order, made._kernels = [mock.Mock()], mock.Mock(), mock.Mock()
     start = time.monotonic()
     made.close(together=True)
     assert time.monotonic() - start < 0.9
-    for each in (*made._words, made._order, made._kernels):
+    for each in (*made._words, made.order, made._kernels):
         assert each.close.called == idle
 
 

@@ -204,7 +204,7 @@ def test_refused_gradients_are_written_where_the_exchange_between_domains_reads_
         if before:
             made._prepared_carrying()
         words = made.refusal_record()
-        assert {each.launch.fields.record for each in made._prepared_carrying()} == {words.data_ptr()}
+        assert {each.fields.record for each in made._prepared_carrying()} == {words.data_ptr()}
 
 
 @pytest.mark.parametrize("kind", ["fused", "ll", "staged"])

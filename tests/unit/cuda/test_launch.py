@@ -10,8 +10,7 @@ import pytest
 import torch
 
 from raymoe.cuda import launch as launch_module
-from raymoe.cuda.launch import Shape
-from raymoe.exchange.nccl.nccl_kernels import ReadyLaunch
+from raymoe.cuda.launch import Launch, Shape
 from raymoe.exchange.nccl.rounds import SpreadParams
 
 
@@ -37,7 +36,7 @@ def test_a_call_changes_only_the_parameters_it_names(enqueued: list[tuple[int, d
     gpu = SimpleNamespace(sms=4, is_current=lambda: True)
     function: Any = SimpleNamespace(gpu=gpu, handle=77)
     rows, out, other = (torch.zeros(64, dtype=torch.uint8) for _ in range(3))
-    ready = ReadyLaunch(function, Shape(8, 64), SpreadParams(row_bytes=32, width=3), {"rows": rows})
+    ready = Launch(function, Shape(8, 64), SpreadParams(row_bytes=32, width=3), memory={"rows": rows})
     ready(5, out=out, count=9)
     ready(6, out=other, own=None)
     (first_stream, first), (second_stream, second) = enqueued
@@ -45,3 +44,16 @@ def test_a_call_changes_only_the_parameters_it_names(enqueued: list[tuple[int, d
     assert (first["rows"], first["out"], first["own"]) == (rows.data_ptr(), out.data_ptr(), 0)
     assert (first["row_bytes"], first["width"], first["count"]) == (32, 3, 9)
     assert second == first | {"out": other.data_ptr()}
+
+
+def test_adjacent_addresses_are_set_at_once(enqueued: list[tuple[int, dict[str, int]]]) -> None:
+    gpu = SimpleNamespace(sms=4, is_current=lambda: True)
+    function: Any = SimpleNamespace(gpu=gpu, handle=77)
+    names = [name for name, _ in SpreadParams()._struct._fields_][:2]
+    launch = Launch(function, Shape(8, 64), SpreadParams(row_bytes=32), addresses=names)
+    launch.enqueue(5)
+    launch.set_addresses(1 << 40, 1 << 41)
+    launch.enqueue(5)
+    (_, first), (_, second) = enqueued
+    assert second == first | dict(zip(names, (1 << 40, 1 << 41), strict=True))
+    assert (launch.sms, launch.params) == (4, SpreadParams(row_bytes=32))
