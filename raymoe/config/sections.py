@@ -53,7 +53,7 @@ def format_size(size: int) -> str:
 
 Dtype = Literal["bfloat16", "float16", "float32"]
 DispatchWire = Literal["bfloat16", "float16", "float32", "float8_e4m3"]
-OtherSystem = Literal["nvshmem"]
+OtherSystem = Literal["nvshmem", "deepep_v2"]
 
 # Groups of the values that a key takes.
 
@@ -255,7 +255,7 @@ class ExchangeSection(Section):
     """How rows move. GPU ranks: one kernel each way (fused) or several (staged). CPU ranks: shared memory (host).
     Both: NCCL or Gloo (collective, allgather). The others are no exchanges and serve comparison on GPUs. row_push only
     pushes rows to known slots: a limit for dispatch. nccl_bare makes only the NCCL calls that collective and allgather
-    make. nvshmem is torch's all_to_all_vdev_2d."""
+    make. nvshmem is torch's all_to_all_vdev_2d, and deepep_v2 the elastic buffer of DeepEP, if it is installed."""
     transport: Literal["auto", "copy_engine"] = Field(default="auto", examples=["copy_engine"])
     """Transport of the rows of dispatch. auto: the backend's own way. copy_engine (staged only): the copy engine sends
     all rows to every rank and occupies no SM."""

@@ -22,6 +22,7 @@ from raymoe.errors import ConfigError
 from raymoe.exchange.spec import ExchangeSpec
 from raymoe.memory.world import World
 from raymoe.workload.inputs import Inputs
+from raymoe.workload.measure import Line
 from raymoe.workload.memory_needed import groups_of, most_rows_received
 
 _symm: Any = _symmetric_memory
@@ -87,6 +88,10 @@ class VdevAllToAll:
         self._rows = 0
         self._index = 0
 
+    @property
+    def keys(self) -> Line:
+        return {}
+
     def take(self, index: int, *, fresh: bool) -> None:
         rows = self._sorted(self._world.rank, index)
         x = self._inputs.at(index, fresh=fresh).x
@@ -113,6 +118,10 @@ class VdevAllToAll:
         _ops.all_to_all_vdev_2d_offset(
             self._received, self._returned, self._received_splits, self._returned_splits, self._group
         )
+
+    def exchange(self) -> None:
+        self.dispatch()
+        self.combine()
 
     def wrong_dispatch(self) -> str | None:
         """Return what is wrong: each row of each source must lie where the offsets say, by group and then by source."""

@@ -35,12 +35,19 @@ class System(Protocol):
     def left_out(self) -> Mapping[str, str | None]:
         """By operation, the work that it leaves out or that is done for it off the clock."""
 
+    @property
+    def keys(self) -> Line:
+        """Further keys of its result lines."""
+
     def take(self, index: int, *, fresh: bool) -> None:
         """Prepare the tokens of a step. With `fresh`, take new tokens and poison the results of the last step."""
 
     def dispatch(self) -> None: ...
 
     def combine(self) -> None: ...
+
+    def exchange(self) -> None:
+        """Do both. The results of `dispatch` and `combine` stay as they are."""
 
     def wrong_dispatch(self) -> str | None:
         """Return what is wrong with the result of a dispatch of fresh tokens, or None."""
@@ -61,13 +68,15 @@ class SystemSteps:
         self._calls = calls_of(job.shape.tokens)
         with torch.cuda.stream(self._stream):
             system.take(0, fresh=False)
-            self._both()  # the first call connects, allocates and compiles
+            system.dispatch()  # the first call connects, allocates and compiles
+            system.combine()
             self._settle()
             self._clock, self._timed = self._made_ready(captured=job.steps.graph is not False)
 
     @property
     def facts(self) -> SystemFacts:
         keys: Line = {
+            **self._system.keys,
             "graph": self._clock.captured,
             "device": torch.cuda.get_device_name(self._world.device),
         }
@@ -93,7 +102,7 @@ class SystemSteps:
         clock = OpClock(self._world, self._stream, self._settle, captured=captured, calls=self._calls)
         problem = None
         try:
-            ops = self._system.dispatch, self._system.combine, self._both
+            ops = self._system.dispatch, self._system.combine, self._system.exchange
             dispatch, combine, both = (clock.timed(op) for op in ops)
         except (RaymoeError, RuntimeError) as error:  # torch's own errors are RuntimeErrors
             problem = str(error)
@@ -104,10 +113,6 @@ class SystemSteps:
         if not captured:
             raise RaymoeError(str(problems[0]))
         return self._made_ready(captured=False)
-
-    def _both(self) -> None:
-        self._system.dispatch()
-        self._system.combine()
 
     def _settle(self) -> None:
         torch.cuda.synchronize(self._world.device)
@@ -120,11 +125,14 @@ def _refuse(index: int, op: str, wrong: str | None) -> None:
 
 def system_of(world: World, job: Job) -> System:
     """Make the system of a job, with the tokens of this rank. Imported here, so that a failed import is an answer."""
+    from raymoe.workload.compare.deep_ep import DeepEp
     from raymoe.workload.compare.nvshmem import VdevAllToAll
 
     spec = spec_of(job)
     dtype: torch.dtype = getattr(torch, spec.dtype)
     inputs = Inputs(Routing.of(job), world.rank, spec.hidden, dtype, world.device)
+    if job.exchange.backend == "deepep_v2":
+        return DeepEp(world, spec, inputs, job.exchange.sms if isinstance(job.exchange.sms, int) else 0)
     return VdevAllToAll(world, spec, inputs)
 
 

@@ -30,6 +30,7 @@ import torch
 
 from raymoe.config import Case, Job
 from raymoe.errors import RaymoeError
+from raymoe.fp8 import FP8
 from raymoe.memory.world import World
 from raymoe.workload.inputs import Routing, draws_of
 from raymoe.workload.measure import Line, Step, Steps, measure, result_line, shape_keys
@@ -207,15 +208,19 @@ class SystemStep:
 def environment(job: Job, uuids: Sequence[str], rank: int) -> dict[str, str]:
     """Return the variables that are set for the process.
 
-    It sees all GPUs of the world, its own first. Its heap is plain memory of the size that it needs, allocated once.
+    It sees all GPUs of the world, its own first. NVSHMEM's heap is plain memory of the size that it needs, allocated
+    once.
 
     >>> job = Job(name="x", workload="exchange", exchange={"backend": "nvshmem"})
     >>> environment(job, ["a", "b"], rank=1)["CUDA_VISIBLE_DEVICES"]
     'GPU-b,GPU-a'
     """
     visible = [uuids[rank], *(uuid for other, uuid in enumerate(uuids) if other != rank)]
-    return {
-        "CUDA_VISIBLE_DEVICES": ",".join(f"GPU-{uuid}" for uuid in visible),
+    seen = {"CUDA_VISIBLE_DEVICES": ",".join(f"GPU-{uuid}" for uuid in visible)}
+    if job.exchange.backend == "deepep_v2":
+        # No network. Its NCCL need not be the one that torch was built with.
+        return seen | {"EP_DISABLE_GIN": "1", "EP_SUPPRESS_NCCL_CHECK": "1"}
+    return seen | {
         "NVSHMEM_DISABLE_CUDA_VMM": "1",
         "NVSHMEM_SYMMETRIC_SIZE": str(heap_bytes(spec_of(job), job.world.ranks)),
         "NVSHMEM_REMOTE_TRANSPORT": "none",
@@ -270,10 +275,16 @@ def refusal(job: Job) -> str | None:
         return "one rank has no peer to send to"
     if job.world.share_gpu:
         return f"ranks share a GPU; {backend} needs a GPU for each rank"
-    if job.exchange.wire.dispatch is not None and job.exchange.wire.dispatch != job.shape.dtype:
-        return f"rows as {job.exchange.wire.dispatch}; {backend} is run with rows of the dtype and quantises nothing"
-    if job.exchange.wire.combine is not None and job.exchange.wire.combine != job.shape.dtype:
-        return f"sums as {job.exchange.wire.combine}; {backend} is run with sums of the dtype"
+    exchange, dtype = job.exchange, job.shape.dtype
+    rows, sums = exchange.wire.dispatch or dtype, exchange.wire.combine or dtype
+    if rows == FP8 and backend == "deepep_v2" and exchange.output != "raw":
+        return "deepep_v2 gives rows that crossed as fp8 with their scales: set exchange.output to raw"
+    if rows != dtype and not (rows == FP8 and backend == "deepep_v2"):
+        return f"rows as {rows}; {backend} is run with rows of the dtype and quantises nothing"
+    if sums != dtype:
+        return f"sums as {sums}; {backend} is run with sums of the dtype"
+    if backend == "deepep_v2" and dtype != "bfloat16":
+        return f"rows of {dtype}; deepep_v2 takes bfloat16"
     return None
 
 
