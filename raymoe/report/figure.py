@@ -10,7 +10,7 @@ from functools import cache
 from pathlib import Path
 
 from raymoe.report.columns import Column
-from raymoe.report.copies import how_measured, ranks_on, three_digits
+from raymoe.report.measures import how_measured, ranks_on, three_digits
 from raymoe.report.results import Line
 from raymoe.report.svg import (
     BarChart,
@@ -32,7 +32,7 @@ from raymoe.report.svg import (
 
 MOST_ROWS = 200
 MOST_COLUMNS = 64
-"""Of the table of a figure's numbers."""
+"""The size of the table of a figure's numbers."""
 
 
 @dataclass(frozen=True)
