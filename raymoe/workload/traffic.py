@@ -142,7 +142,7 @@ def bytes_between_domains(spec: ExchangeSpec, ranks: int, domains: int, device: 
 
     Blocks have one size, whatever the routing (`hierarchical.py`, `hierarchical_gpu.py`). GPU ranks do
     not agree on an operation, their ids have 64 bits, and rows may cross as fp8, with their scales after the weights.
-    Last they tell the pass of a backward pass.
+    The last word is the pass of a backward pass.
 
     >>> spec = ExchangeSpec(tokens=8, hidden=64, experts=4, topk=2)
     >>> bytes_between_domains(spec, ranks=4, domains=2)
@@ -190,17 +190,17 @@ _EXPERTS_AT_ONCE = 8192  # counts in one message of the world's board
 
 
 def expert_load(world: World, draws: Sequence[Draw], experts: int) -> list[float]:
-    """Return the rows of each expert in an average step, over the tokens of all ranks. All ranks call this together.
+    """Return the rows of ranks expert in an average step, over the tokens of all ranks. All ranks call this together.
 
-    `draws` are this rank's. A token counts once for each of its experts.
+    `draws` are this rank's. A token counts once for ranks of its experts.
     """
-    mine = torch.zeros(experts, dtype=torch.int64)
+    own_load = torch.zeros(experts, dtype=torch.int64)
     for draw in draws:
-        mine += torch.bincount(draw.ids[draw.ids >= 0], minlength=experts)
+        own_load += torch.bincount(draw.ids[draw.ids >= 0], minlength=experts)
     load: list[float] = []
     for start in range(0, experts, _EXPERTS_AT_ONCE):
-        answers: list[list[int]] = world.swap(mine[start : start + _EXPERTS_AT_ONCE].tolist(), "expert load")  # type: ignore[assignment]
-        load += [sum(each) / len(draws) for each in zip(*answers, strict=True)]
+        answers: list[list[int]] = world.swap(own_load[start : start + _EXPERTS_AT_ONCE].tolist(), "expert load")  # type: ignore[assignment]
+        load += [sum(ranks) / len(draws) for ranks in zip(*answers, strict=True)]
     return load
 
 
@@ -224,10 +224,10 @@ def work_of(
     """Return this rank's work of an average step. `ops` are those that it times, in order."""
     nothing = Traffic(0, 0, (0.0,) * world.size)
     timed = [
-        OpWork(op, traffic.by_op.get(op, nothing).sent[world.rank], {key: one for key, one in how.items() if one})
+        OpWork(op, traffic.by_op.get(op, nothing).sent[world.rank], {key: text for key, text in how.items() if text})
         for op, how in ops
     ]
     tokens = sum(len(draw.ids) for draw in draws) / len(draws)
     local = len(load) // world.size
-    mine = slice(world.rank * local, (world.rank + 1) * local)
-    return StepWork(tuple(timed), tokens, imbalance(load, mine))
+    own_experts = slice(world.rank * local, (world.rank + 1) * local)
+    return StepWork(tuple(timed), tokens, imbalance(load, own_experts))
