@@ -299,7 +299,7 @@ def _case_bytes(job: Job, domains: int) -> int:
         return rows_bytes(job)
     spec = spec_of(job)
     batch = spec.tokens * spec.row_bytes
-    rows = 3 * spec.rows(ranks) * spec.row_bytes  # given by dispatch, made by the experts, sent home
+    rows = 3 * spec.rows(ranks) * spec.row_bytes  # from dispatch, from the experts, and returned
     slots = slots_layout(spec, ranks).nbytes if domains == 1 else _bytes_between_domains(spec, ranks, domains)
     held = slots + rows + (batches_of(batch) + 2) * batch
     if job.steps.verify:
