@@ -460,5 +460,5 @@ def fitting(text: str, width: float, size: float = 11.5) -> str:
     >>> fitting("first push", 100), fitting("a long name of a case", 100)
     ('first push', 'a long name o…')
     """
-    most = int(width / width_of("x", size))
+    most = int(width / width_of("x", size) + 1e-6)
     return text if len(text) <= most else f"{text[: most - 1]}…"
