@@ -109,7 +109,7 @@ def report(
     """Print how runs ended, and tables of their results. Several runs are compared with the first one."""
     import shutil
 
-    from raymoe.report.overview import overview
+    from raymoe.report.compare import overview
     from raymoe.report.results import Record
 
     records = [Record.read(run) for run in runs]

@@ -3,7 +3,7 @@
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 
-from raymoe.report.copies import measured_link_gbps
+from raymoe.report.measures import measured_link_gbps
 from raymoe.report.results import Line
 
 
@@ -136,9 +136,9 @@ def columns_of(lines: Sequence[Line]) -> list[Column]:
     known = ("of push", shares_of_push(lines)), ("of link", shares_of_link(lines)), ("of copy", shares_of_copy(lines))
     for header, shares in known:
         if any(shares):
-            columns.append(Column(header, [f"{each:.0%}" if each else "-" for each in shares], right=True))
+            columns.append(Column(header, [f"{share:.0%}" if share else "-" for share in shares], right=True))
     if any(ratios := speedups(lines)):
-        columns.append(Column("vs slowest", [f"{each:.2f}x" if each else "-" for each in ratios], right=True))
+        columns.append(Column("vs slowest", [f"{ratio:.2f}x" if ratio else "-" for ratio in ratios], right=True))
     if any(line["leaves_out"] or line["skipped"] for line in lines):
         columns.append(Column("leaves out", [_leaves_out(line) for line in lines]))
     return columns
@@ -196,16 +196,16 @@ def case_settings(line: Line) -> dict[str, str]:
     >>> case_settings({"case": "file=a,b.npy,masked=0.5"}), case_settings({"case": "default"})
     ({'file': 'a,b.npy', 'masked': '0.5'}, {})
     """
-    found: dict[str, str] = {}
+    settings: dict[str, str] = {}
     key = ""
     for word in str(line["case"]).split(","):
         start, equals, value = word.partition("=")
         if equals:
             key = start
-            found[key] = value
+            settings[key] = value
         elif key:
-            found[key] += f",{word}"
-    return found
+            settings[key] += f",{word}"
+    return settings
 
 
 def shares_of_push(lines: Sequence[Line]) -> list[float | None]:

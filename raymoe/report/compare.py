@@ -1,13 +1,19 @@
-"""Compares the results of two runs, and says which times changed by more than the noise of their samples."""
+"""Compares the results of runs: which times changed by more than the noise of their samples, which settings differ.
+
+`overview` is the text of `raymoe report RUN...`.
+"""
 
 from __future__ import annotations
 
+import string
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
+from pathlib import Path
 
 from raymoe.report.columns import SETTINGS, Column, byte_size, case_settings, setting_columns, show
-from raymoe.report.results import Line, shortened
+from raymoe.report.results import ENVIRONMENT, MOST_MESSAGE, Line, Record, displayed, read_document, shortened
+from raymoe.report.tables import plain_table, render
 
 LEAST_CHANGE = 0.02
 """Without this bound, a very small spread inside both runs would make each difference a change. Medians of two runs of
@@ -69,14 +75,14 @@ class Pair:
     @property
     def differs(self) -> str:
         """The settings that differ, as `SMs 24 -> 48, on wire 2 MiB -> 4 MiB`; empty if none does."""
-        found = [
+        changes = [
             f"{header} {show(key, self.base[key])} -> {show(key, self.other[key])}"
             for key, header in SETTINGS.items()
             if self.base[key] != self.other[key]
         ]
         if self.base["bytes_wire"] != self.other["bytes_wire"]:
-            found.append(f"on wire {byte_size(self.base['bytes_wire'])} -> {byte_size(self.other['bytes_wire'])}")
-        return ", ".join(found)
+            changes.append(f"on wire {byte_size(self.base['bytes_wire'])} -> {byte_size(self.other['bytes_wire'])}")
+        return ", ".join(changes)
 
 
 def _number(line: Line, key: str) -> float:
@@ -101,9 +107,9 @@ class Comparison:
         >>> Comparison([Pair(line | {"samples": 9}, line | {"samples": 9})], [line]).summary()
         '1 operation in both: 1 within noise; 1 only in the first'
         """
-        found = [f"{count} {verdict}" for verdict in ChangeVerdict if (count := self.count(verdict))]
+        counts = [f"{count} {verdict}" for verdict in ChangeVerdict if (count := self.count(verdict))]
         many = f"{len(self.pairs)} operation{'' if len(self.pairs) == 1 else 's'} in both"
-        parts = [f"{many}: {', '.join(found)}" if found else many]
+        parts = [f"{many}: {', '.join(counts)}" if counts else many]
         parts += [f"{len(self.only_base)} only in the first"] * bool(self.only_base)
         parts += [f"{len(self.only_other)} only in the second"] * bool(self.only_other)
         return "; ".join(parts)
@@ -114,12 +120,12 @@ class Comparison:
 
 _CHOSEN = ("sms", "graph", "device")
 """Settings that raymoe may choose itself. A comparison of two versions shows how they changed."""
-_ASKED = tuple(key for key in SETTINGS if key not in _CHOSEN)
+_CONFIGURED = tuple(key for key in SETTINGS if key not in _CHOSEN)
 _PLACE = ("workload", "case", "op", "transport", "pattern", "src", "dst", "bytes", "l2", "beside")
 _STEPS = (
     ("workload", "case", *SETTINGS),
-    ("workload", "case", *_ASKED),
-    ("workload", *_ASKED),
+    ("workload", "case", *_CONFIGURED),
+    ("workload", *_CONFIGURED),
     _PLACE,
 )
 
@@ -133,9 +139,9 @@ def compare(base: Sequence[Line], other: Sequence[Line]) -> Comparison:
         for key, indices in _by_key(left_base, keys).items():
             matching = of_other.get(key, [])
             if len(indices) == len(matching):
-                for mine, theirs in zip(indices, matching, strict=True):
-                    if not _contradict(left_base[mine], left_other[theirs]):
-                        pairs[mine] = Pair(left_base.pop(mine), left_other.pop(theirs))
+                for index, match in zip(indices, matching, strict=True):
+                    if not _contradict(left_base[index], left_other[match]):
+                        pairs[index] = Pair(left_base.pop(index), left_other.pop(match))
     return Comparison([pairs[index] for index in sorted(pairs)], list(left_base.values()), list(left_other.values()))
 
 
@@ -147,16 +153,16 @@ def _contradict(base: Line, other: Line) -> bool:
     >>> _contradict({"case": "masked=0.9"}, {"case": "masked=0.5"})
     True
     """
-    mine, theirs = case_settings(base), case_settings(other)
-    named = {key for key in mine.keys() & theirs.keys() if key.rpartition(".")[2] not in SETTINGS}
-    return any(mine[key] != theirs[key] for key in named)
+    settings, others = case_settings(base), case_settings(other)
+    shared = {key for key in settings.keys() & others.keys() if key.rpartition(".")[2] not in SETTINGS}
+    return any(settings[key] != others[key] for key in shared)
 
 
 def _by_key(lines: Mapping[int, Line], keys: Sequence[str]) -> dict[tuple[object, ...], list[int]]:
-    found: dict[tuple[object, ...], list[int]] = {}
+    by_key: dict[tuple[object, ...], list[int]] = {}
     for index, line in lines.items():
-        found.setdefault(tuple(line[key] for key in keys), []).append(index)
-    return found
+        by_key.setdefault(tuple(line[key] for key in keys), []).append(index)
+    return by_key
 
 
 def comparison_columns(comparison: Comparison, names: tuple[str, str]) -> list[Column]:
@@ -171,7 +177,7 @@ def comparison_columns(comparison: Comparison, names: tuple[str, str]) -> list[C
     columns.append(Column("change", changes, right=True))
     columns.append(Column("verdict", [_marked(pair.verdict) for pair in pairs]))
     if any(differing := [pair.differs for pair in pairs]):
-        columns.append(Column("differs", [each or "-" for each in differing]))
+        columns.append(Column("differs", [settings or "-" for settings in differing]))
     return columns
 
 
@@ -197,16 +203,16 @@ def flattened(document: object, keep: Callable[[str], bool] = lambda _: True) ->
     >>> flattened({"world": {"ranks": 4}, "sizes": [1, 2], "none": None})
     {'world.ranks': '4', 'sizes': '[1, 2]', 'none': '-'}
     """
-    found: dict[str, str] = {}
+    facts: dict[str, str] = {}
     waiting: list[tuple[str, object]] = [("", document)]
-    while waiting and len(found) < MOST_FACTS:
+    while waiting and len(facts) < MOST_FACTS:
         key, value = waiting.pop()
         if isinstance(value, dict):
             inner = [(f"{key}.{shortened(name)}".lstrip("."), child) for name, child in value.items()]
             waiting += reversed(inner)
         elif keep(key):
-            found[shortened(key)] = _plain(value)
-    return found
+            facts[shortened(key)] = _plain(value)
+    return facts
 
 
 MOST_FACTS = 500
@@ -218,7 +224,7 @@ def _plain(value: object) -> str:
     if isinstance(value, bool):
         return str(value).lower()
     if isinstance(value, list):
-        return shortened("[" + ", ".join(str(each) for each in value[:100]) + "]")
+        return shortened("[" + ", ".join(str(item) for item in value[:100]) + "]")
     return shortened(value)
 
 
@@ -227,3 +233,69 @@ def differences(base: Mapping[str, str], other: Mapping[str, str]) -> Iterator[t
     for key in dict.fromkeys((*base, *other)):
         if base.get(key, "-") != other.get(key, "-"):
             yield key, base.get(key, "-"), other.get(key, "-")
+
+
+def facts_differing(base: Record, other: Record) -> Iterator[tuple[str, str, str]]:
+    """Give what differs between the configs and environments of two runs: key, and both values."""
+    yield from differences(*(flattened(record.config) for record in (base, other)))
+    yield from differences(*(environment_of(record.path) for record in (base, other)))
+
+
+def environment_of(path: Path) -> dict[str, str]:
+    """Read what a comparison shows of a run's environment.json, by dotted key; empty if there is none."""
+    return flattened(read_document(path / ENVIRONMENT), keep=lambda key: key.startswith(_FACTS))
+
+
+_FACTS = ("raymoe", "commit", "python", "packages.", "host", "system", "cpu.", "memory.")
+"""Keys of environment.json that a comparison looks at. Process numbers and nodes always differ."""
+
+
+# The text of `raymoe report RUN...`.
+
+
+def letters(count: int) -> list[str]:
+    """Name runs that are compared: A to Z, then R27, R28.
+
+    >>> letters(2), letters(28)[-2:]
+    (['A', 'B'], ['R27', 'R28'])
+    """
+    return [*string.ascii_uppercase, *(f"R{number}" for number in range(27, count + 1))][:count]
+
+
+def overview(records: Sequence[Record], *, terminal: bool = False, width: int = 100) -> str:
+    """Make the text: a line for each run, the comparison of the first run with each other one, and all tables."""
+    names = letters(len(records))
+    prefix = [f"{name} " for name in names] if len(records) > 1 else [""]
+    parts = ["".join(f"{start}{headline(record)}\n" for start, record in zip(prefix, records, strict=True))]
+    lines = [displayed(record.lines) for record in records]
+    if len(records) > 1:
+        lines = [[line | {"run": name} for line in of_run] for name, of_run in zip(names, lines, strict=True)]
+    for index in range(1, len(records)):
+        parts += _compared((records[0], records[index]), (lines[0], lines[index]), (names[0], names[index]))
+    every = [line for of_record in lines for line in of_record]
+    return "\n".join([*parts, *([render(every, terminal=terminal, width=width)] if every else [])])
+
+
+def headline(record: Record) -> str:
+    """Say how a run ended."""
+    cases = len({line["case"] for line in record.lines})
+    finished = f"{cases} finished case{'' if cases == 1 else 's'}"
+    summary = record.summary
+    if summary is None:
+        return f"{shortened(record.run)}: not ended (running, or killed), {finished}"
+    message = f": {shortened(summary['message'], MOST_MESSAGE)}" if summary.get("message") else ""
+    status = shortened(summary.get("status"))
+    return f"{shortened(record.run)}: {status}, exit code {summary.get('exit_code')}, {finished}{message}"
+
+
+def _compared(
+    records: tuple[Record, Record], lines: tuple[Sequence[Line], Sequence[Line]], names: tuple[str, str]
+) -> Iterator[str]:
+    comparison = compare(*lines)
+    yield f"{names[1]} against {names[0]}: {comparison.summary()}\n" + (
+        f"{RULE}\n{plain_table(comparison_columns(comparison, names))}" if comparison.pairs else ""
+    )
+    if facts := list(facts_differing(*records)):
+        keys, before, after = zip(*facts, strict=True)
+        columns = [Column("differs", list(keys)), Column(names[0], list(before)), Column(names[1], list(after))]
+        yield plain_table(columns)

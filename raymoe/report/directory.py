@@ -147,8 +147,8 @@ def _open_lock(path: Path) -> TextIO:
     return os.fdopen(descriptor, "a+", encoding="utf-8", errors="replace")
 
 
-def _no_lock(path: Path, found: str) -> ConfigError:
-    return ConfigError(f"{path} is {found}, but it must be the lock of a run; remove it or name another directory")
+def _no_lock(path: Path, kind: str) -> ConfigError:
+    return ConfigError(f"{path} is {kind}, but it must be the lock of a run; remove it or name another directory")
 
 
 # The place of a run directory.
@@ -161,7 +161,7 @@ RAY_JOB = "RAY_JOB_CONFIG_JSON_ENV_VAR"
 @dataclass(frozen=True)
 class Place:
     path: Path
-    given: bool  # by --out; otherwise a new name for every run
+    named: bool  # by --out; otherwise a new name for every run
     notice: str | None = None
 
 
@@ -183,7 +183,7 @@ def place_for(out: Path | None, run: str) -> Place:
     """
     if out is None:
         if not under_ray_job():
-            return Place(Path("runs").absolute() / run, given=False)
+            return Place(Path("runs").absolute() / run, named=False)
         if (folder := home()) is None:
             raise ConfigError(
                 "Ray deletes the working directory of a job, and this user has no home directory for the results; "
@@ -192,7 +192,7 @@ def place_for(out: Path | None, run: str) -> Place:
         path = folder / "raymoe_runs" / run
         return Place(
             path,
-            given=False,
+            named=False,
             notice=f"Ray deletes the working directory of a job, so results go to {path} (--out changes this)",
         )
     if under_ray_job() and not out.is_absolute():
@@ -200,7 +200,7 @@ def place_for(out: Path | None, run: str) -> Place:
             f"--out {out} is relative, but Ray deletes the working directory when a job ends; "
             f"give an absolute path, such as --out {(home() or Path('/results')) / 'raymoe_runs' / out.name}"
         )
-    return Place(out.absolute(), given=True)
+    return Place(out.absolute(), named=True)
 
 
 def as_file_name(name: str, most: int = 64) -> str:
@@ -234,9 +234,9 @@ class RunDirectory:
         run = run or new_run_id(name)
         place = place_for(out, run)
         try:
-            place.path.mkdir(parents=True, exist_ok=place.given)
+            place.path.mkdir(parents=True, exist_ok=place.named)
         except OSError as error:
-            if place.given and isinstance(error, FileExistsError):
+            if place.named and isinstance(error, FileExistsError):
                 raise cannot_write(place.path, NotADirectoryError(error.errno, "it is a file")) from error
             raise cannot_write(place.path, error) from error
         lock = DirectoryLock(place.path)

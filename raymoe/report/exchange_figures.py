@@ -10,8 +10,8 @@ from collections.abc import Iterator, Mapping, Sequence
 
 from raymoe.exchange.peer.trace import COUNTING, FINAL, LOCAL, PLACEMENT, POINTS, SENDERS
 from raymoe.report.columns import BASELINE, EXCHANGES, Column, sends_dispatch_rows, show
-from raymoe.report.copies import gbps, integer, link_of, measured_link_gbps, ranks_on, three_digits, us
 from raymoe.report.figure import Figure, Panel, curve_columns, how_and_where
+from raymoe.report.measures import gbps, integer, link_of, measured_link_gbps, ranks_on, three_digits, us
 from raymoe.report.results import Line
 from raymoe.report.svg import (
     MOST_CURVES,

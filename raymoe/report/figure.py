@@ -10,7 +10,7 @@ from functools import cache
 from pathlib import Path
 
 from raymoe.report.columns import Column
-from raymoe.report.copies import how_measured, ranks_on, three_digits
+from raymoe.report.measures import how_measured, ranks_on, three_digits
 from raymoe.report.results import Line
 from raymoe.report.svg import (
     BarChart,
@@ -23,6 +23,7 @@ from raymoe.report.svg import (
     bar_chart,
     bar_list,
     entry_text,
+    fitting,
     heat_map,
     line_chart,
     safe,
@@ -32,7 +33,7 @@ from raymoe.report.svg import (
 
 MOST_ROWS = 200
 MOST_COLUMNS = 64
-"""Of the table of a figure's numbers."""
+"""The size of the table of a figure's numbers."""
 
 
 @dataclass(frozen=True)
@@ -65,6 +66,7 @@ class Figure:
 
 
 def how_and_where(lines: Sequence[Line]) -> str:
+    """Say where and how these lines were measured."""
     cold = "; L2 cache cold" if all(line["l2"] == "cold" for line in lines) else ""
     return f"{ranks_on(lines)}. {how_measured(lines)}{cold}."
 
@@ -127,7 +129,7 @@ HEAT_SCALE = 1.25
 # In a file.
 
 MARGIN, GAP = 20, 28
-LEAST_WIDTH = 560
+LEAST_WIDTH, MOST_TITLE = 560, 300
 TITLE, TEXT = 15, 11
 """Sizes of fonts."""
 
@@ -135,39 +137,70 @@ TITLE, TEXT = 15, 11
 def figure_file(figure: Figure, runs: Sequence[str]) -> str:
     """Make an SVG file of a figure of these runs. The same lines give the same file, byte for byte."""
     drawings, scale, columns = _drawings(figure)
-    cell = max(drawing.width for drawing in drawings) * scale
-    width = max(LEAST_WIDTH, round(2 * MARGIN + columns * cell + (columns - 1) * GAP))
-    parts: list[str] = []
-    y = MARGIN + 4.0
-    for text, size, kind in (
-        (figure.title, TITLE, "title"),
-        (figure.how, TEXT, "axis"),
-        (run_names(runs), TEXT, "axis"),
-    ):
-        for row in textwrap.wrap(text, int((width - 2 * MARGIN) / width_of("x", size))):
-            parts.append(f'<text class="{kind}" x="{MARGIN}" y="{y:g}">{safe(row)}</text>')
-            y += size + 4
-    y = _add_legend(parts, figure.legend, width, y + 8)
-    for first in range(0, len(drawings), columns):
-        in_row = range(first, min(first + columns, len(drawings)))
-        above = 18 if any(figure.panels[index].title for index in in_row) else 4
-        for column, index in enumerate(in_row):
+    titles = [panel.title for panel in figure.panels]
+    widest_title = min(MOST_TITLE, max(width_of(title) for title in titles))
+    cell = max(widest_title, scale * max(drawing.width for drawing in drawings))
+    sheet = _Sheet(max(LEAST_WIDTH, round(2 * MARGIN + columns * cell + (columns - 1) * GAP)))
+    sheet.write(figure.title, TITLE, "title")
+    sheet.write(figure.how)
+    sheet.write(run_names(runs))
+    sheet.add_legend(figure.legend)
+    titled = list(zip(titles, drawings, strict=True))
+    for first in range(0, len(titled), columns):
+        sheet.add_row(titled[first : first + columns], cell, scale)
+    sheet.write(figure.note)
+    return sheet.file(figure.title)
+
+
+class _Sheet:
+    """Puts the parts of a figure below one another, in SVG."""
+
+    def __init__(self, width: int) -> None:
+        self._width, self._inside = width, width - 2 * MARGIN
+        self._y = float(MARGIN)
+        self._parts: list[str] = []
+
+    def write(self, text: str, size: float = TEXT, kind: str = "axis") -> None:
+        """Add text, with as many rows as it needs."""
+        for row in textwrap.wrap(text, int(self._inside / width_of("x", size))):
+            self._parts.append(f'<text class="{kind}" x="{MARGIN}" y="{self._y + 4:g}">{safe(row)}</text>')
+            self._y += size + 4
+
+    def add_legend(self, entries: Sequence[Curve | Key]) -> None:
+        """Add the entries in a row, and in further rows where they do not fit."""
+        x, self._y = 0.0, self._y + 8
+        for entry in entries:
+            sample = swatch(entry)
+            text = fitting(entry_text(entry), self._inside - sample.width - 6)
+            width = sample.width + 6 + width_of(text)
+            if x and x + width > self._inside:
+                x, self._y = 0.0, self._y + 18
+            self._parts.append(f'<g transform="translate({MARGIN + x:g} {self._y:g})">{sample.elements}')
+            self._parts.append(f'<text x="{sample.width + 6}" y="10">{safe(text)}</text></g>')
+            x += width + 14
+        self._y += 26 if entries else 0
+
+    def add_row(self, titled: Sequence[tuple[str, Drawing]], cell: float, scale: float) -> None:
+        """Add pictures side by side, each with its title above."""
+        above = 18 if any(title for title, _ in titled) else 4
+        size = f" scale({scale:g})" if scale != 1 else ""
+        for column, (title, drawing) in enumerate(titled):
             x = MARGIN + column * (cell + GAP)
-            if figure.panels[index].title:
-                title = safe(figure.panels[index].title)
-                parts.append(f'<text class="panel" x="{x:g}" y="{y + 11:g}">{title}</text>')
-            place = f"translate({x:g} {y + above:g})" + (f" scale({scale})" if scale != 1 else "")
-            parts.append(f'<g transform="{place}">{drawings[index].elements}</g>')
-        y += above + scale * max(drawings[index].height for index in in_row) + 16
-    for row in textwrap.wrap(figure.note, int((width - 2 * MARGIN) / width_of("x", TEXT))):
-        parts.append(f'<text class="axis" x="{MARGIN}" y="{y + 6:g}">{safe(row)}</text>')
-        y += TEXT + 4
-    height = round(y + MARGIN - 8)
-    return (
-        f'<svg xmlns="http://www.w3.org/2000/svg" width="{width}" height="{height}" viewBox="0 0 {width} {height}">\n'
-        f"<title>{safe(figure.title)}</title>\n<style>{_style()}</style>\n"
-        f'<rect width="{width}" height="{height}" fill="#fff"/>\n' + "\n".join(parts) + "\n</svg>\n"
-    )
+            if title:
+                text = safe(fitting(title, cell))
+                self._parts.append(f'<text class="panel" x="{x:g}" y="{self._y + 11:g}">{text}</text>')
+            place = f"translate({x:g} {self._y + above:g}){size}"
+            self._parts.append(f'<g transform="{place}">{drawing.elements}</g>')
+        self._y += above + scale * max(drawing.height for _, drawing in titled) + 16
+
+    def file(self, title: str) -> str:
+        size = self._width, round(self._y + MARGIN - 4)
+        return (
+            '<svg xmlns="http://www.w3.org/2000/svg" '
+            f'width="{size[0]}" height="{size[1]}" viewBox="0 0 {size[0]} {size[1]}">\n'
+            f"<title>{safe(title)}</title>\n<style>{_style()}</style>\n"
+            f'<rect width="{size[0]}" height="{size[1]}" fill="#fff"/>\n' + "\n".join(self._parts) + "\n</svg>\n"
+        )
 
 
 def _drawings(figure: Figure) -> tuple[list[Drawing], float, int]:
@@ -182,20 +215,6 @@ def _drawings(figure: Figure) -> tuple[list[Drawing], float, int]:
         return [heat_map(heat) for heat in heats], HEAT_SCALE, min(len(heats), 3 if heats[0].size <= 4 else 2)
     bars = [picture for picture in pictures if isinstance(picture, BarChart)]
     return [bar_chart(chart) for chart in bars], 1, min(len(bars), 3 if bars[0].tight else 1)
-
-
-def _add_legend(parts: list[str], entries: Sequence[Curve | Key], width: float, y: float) -> float:
-    """Add the rows of a legend from `y` on, and return where they end."""
-    x = float(MARGIN)
-    for entry in entries:
-        text, sample = entry_text(entry), swatch(entry)
-        wide = sample.width + 6 + width_of(text) + 14
-        if x > MARGIN and x + wide > width - MARGIN:
-            x, y = float(MARGIN), y + 18
-        parts.append(f'<g transform="translate({x:g} {y:g})">{sample.elements}')
-        parts.append(f'<text x="{sample.width + 6}" y="10">{safe(text)}</text></g>')
-        x += wide
-    return y + 26 if entries else y
 
 
 def run_names(runs: Sequence[str]) -> str:

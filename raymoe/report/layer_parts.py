@@ -6,8 +6,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from raymoe.report.columns import Column
-from raymoe.report.copies import three_digits, us
 from raymoe.report.figure import Figure, Panel, how_and_where
+from raymoe.report.measures import three_digits, us
 from raymoe.report.results import Line
 from raymoe.report.svg import Bar, BarChart, BarSegment, Key
 

@@ -17,11 +17,20 @@ from raymoe import __version__
 from raymoe.config import Job
 from raymoe.errors import ConfigError, shown
 from raymoe.report.columns import EXCHANGES, Column, byte_size, caption_of, columns_of
-from raymoe.report.compare import RULE, ChangeVerdict, Comparison, compare, comparison_columns, flattened
-from raymoe.report.copies import gbps, integer, ranks_on, three_digits, us
+from raymoe.report.compare import (
+    RULE,
+    ChangeVerdict,
+    Comparison,
+    compare,
+    comparison_columns,
+    environment_of,
+    facts_differing,
+    flattened,
+    letters,
+)
 from raymoe.report.directory import write_atomically
 from raymoe.report.figure import Figure, figure_body, picture_html, style_sheet
-from raymoe.report.overview import environment_of, facts_differing, letters
+from raymoe.report.measures import gbps, integer, ranks_on, three_digits, us
 from raymoe.report.plots import figures
 from raymoe.report.results import (
     CONFIG,
@@ -75,17 +84,17 @@ def page(records: Sequence[Record]) -> str:
     for record, letter in zip(records, letters(len(records)), strict=True):
         lines = displayed(record.lines)
         shown.append(Shown(record, letter, [line | {"run": letter} for line in lines] if several else lines))
-    every = [line for each in shown for line in each.lines]
-    sections = [("what", "What was run on what", "".join(_what(each, several) for each in shown))]
+    every = [line for run in shown for line in run.lines]
+    sections = [("what", "What was run on what", "".join(_what(run, several) for run in shown))]
     if several:
         sections.insert(0, ("compared", "What changed", _compared(shown)))
     if every:
         sections.append(("figures", "Figures", _figures(every, records[0].config)))
         sections.append(("results", "All results", _results(every)))
-    sections.append(("cases", "Cases and generations", "".join(_cases(each, several) for each in shown)))
+    sections.append(("cases", "Cases and generations", "".join(_cases(run, several) for run in shown)))
     links = "".join(f'<a href="#{name}">{title}</a>' for name, title, _ in sections)
     body = "".join(f'<section id="{name}"><h2>{title}</h2>{content}</section>' for name, title, content in sections)
-    verdicts = "".join(_verdict(each, several) for each in shown) + _highlights(every, several)
+    verdicts = "".join(_verdict(run, several) for run in shown) + _highlights(every, several)
     title = " and ".join(shortened(record.run) for record in records[:3])
     return (
         '<!doctype html>\n<html lang="en"><head><meta charset="utf-8">'
@@ -114,12 +123,12 @@ def _verdict(shown: Shown, several: bool) -> str:
     if wrong:
         kind, words = "bad", f"{words}, with wrong results"
     message = str(summary.get("message") or "")
-    told = f'<p class="message">{safe(shortened(message, MOST_MESSAGE))}</p>' if message not in ("", "done") else ""
+    reason = f'<p class="message">{safe(shortened(message, MOST_MESSAGE))}</p>' if message not in ("", "done") else ""
     name = shortened(record.config.get("name") or record.run)
     named = f"{shown.letter}: {name}" if several else name
     return (
         f'<header class="verdict {kind}"><p class="status">{words}</p><h1>{safe(named)}</h1>'
-        f'<p class="muted">{safe(shortened(record.run))}</p>{told}'
+        f'<p class="muted">{safe(shortened(record.run))}</p>{reason}'
         f'<dl class="facts">{_pairs(_facts(shown, wrong))}</dl></header>'
     )
 
@@ -138,7 +147,7 @@ def _facts(shown: Shown, wrong: int) -> Iterator[tuple[str, object]]:
     if began := _began(record.run):
         yield "began", began
     if record.generations:
-        yield "gang ready after", ", ".join(_seconds(each.ready_s) for each in record.generations[:8])
+        yield "gang ready after", ", ".join(_seconds(generation.ready_s) for generation in record.generations[:8])
         yield "restarts", len(record.generations) - 1
     commits = dict.fromkeys(str(line["commit"]) for line in lines if line["commit"] is not None)
     if commits:
@@ -171,9 +180,9 @@ def _began(run: str) -> str | None:
     >>> _began("quick-20261123T070640Z-rfma"), _began("quick-1"), _began("quick-20261399T070640Z-rfma")
     ('2026-11-23 07:06:40 UTC', None, None)
     """
-    found = _STAMP.search(run)
+    stamp = _STAMP.search(run)
     try:
-        return f"{datetime.datetime.strptime(found[1], '%Y%m%dT%H%M%S'):%Y-%m-%d %H:%M:%S} UTC" if found else None
+        return f"{datetime.datetime.strptime(stamp[1], '%Y%m%dT%H%M%S'):%Y-%m-%d %H:%M:%S} UTC" if stamp else None
     except ValueError:
         return None
 
@@ -368,13 +377,13 @@ def _cases(shown: Shown, several: bool) -> str:
     if generations := shown.record.generations:
         columns = [
             Column("generation", [str(index) for index in range(len(generations))], right=True),
-            Column("ready after", [_seconds(each.ready_s) for each in generations], right=True),
+            Column("ready after", [_seconds(one.ready_s) for one in generations], right=True),
             Column(
                 "rank at fault",
-                ["-" if each.culprit is None else str(each.culprit) for each in generations],
+                ["-" if one.culprit is None else str(one.culprit) for one in generations],
                 right=True,
             ),
-            Column("ended with", [shortened(each.cause or "-") for each in generations]),
+            Column("ended with", [shortened(one.cause or "-") for one in generations]),
         ]
         parts.append(_folded(f"{len(generations)} generations", _table(columns), opened=len(generations) <= OPEN_ROWS))
     return head + "".join(parts)

@@ -9,8 +9,7 @@ from pathlib import Path
 
 from raymoe.report.bandwidth import bandwidth_figures
 from raymoe.report.columns import EXCHANGES
-from raymoe.report.copies import ways_of
-from raymoe.report.copy_figures import copy_figures
+from raymoe.report.copies import copy_figures, ways_of
 from raymoe.report.directory import cannot_write, write_atomically
 from raymoe.report.exchange_figures import (
     exchange_figures,

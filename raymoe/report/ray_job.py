@@ -47,10 +47,10 @@ def run_of(job: str) -> str:
 def version_notice() -> str | None:
     """Say that the job was submitted by another version of raymoe; None if it was not."""
     job = ray_job()
-    asked = job.metadata.get("raymoe_version", raymoe.__version__) if job else raymoe.__version__
-    if asked == raymoe.__version__:
+    version = job.metadata.get("raymoe_version", raymoe.__version__) if job else raymoe.__version__
+    if version == raymoe.__version__:
         return None
     return (
-        f"submitted by raymoe {shown(asked)}, run by raymoe {raymoe.__version__}: "
+        f"submitted by raymoe {shown(version)}, run by raymoe {raymoe.__version__}: "
         "packaged configs and defaults may differ; install the same version on both sides"
     )

@@ -13,11 +13,11 @@ from typing import Any, NoReturn
 from raymoe.errors import ConfigError, shown
 
 MOST_BYTES = 64 * 2**20
-"""Of results.jsonl."""
+"""The size of results.jsonl."""
 MOST_LINES = 200_000
 MOST_LINE_BYTES = 2**20
 MOST_DOCUMENT_BYTES = 8 * 2**20
-"""Of config.yaml, environment.json and summary.json."""
+"""The size of config.yaml, environment.json or summary.json."""
 MOST_DEPTH = 64
 MOST_TEXT = 65_536
 MOST_NUMBER = 1e18
@@ -97,7 +97,7 @@ def parse_json(text: str) -> Any:
         raise _too_deep() from None
     level = [document]
     for _ in range(MOST_DEPTH):
-        level = [child for each in level for child in _children(each)]
+        level = [child for parent in level for child in _children(parent)]
         if not level:
             return document
     raise _too_deep()

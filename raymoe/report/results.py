@@ -230,7 +230,7 @@ class Summary:
         return dataclasses.replace(self, generations=(*earlier, *self.generations))
 
     def as_dict(self) -> dict[str, object]:
-        return {**vars(self), "generations": [vars(each) for each in self.generations]}
+        return {**vars(self), "generations": [vars(generation) for generation in self.generations]}
 
 
 _SUMMARY: dict[str, Kind] = {"status": text, "exit_code": number, "message": text}
@@ -276,9 +276,9 @@ class Record:
         there = is_directory(path)
         config_text = read_text(path / CONFIG, MOST_DOCUMENT_BYTES) if there else None
         if config_text is None or not config_text.startswith(FIRST_LINE):
-            found = "no such directory" if there is None else "not a directory" if not there else None
+            reason = "no such directory" if there is None else "not a directory" if not there else None
             raise ConfigError(
-                f"{path} is no run directory: {found or f'it has no {CONFIG} that a run wrote'}; "
+                f"{path} is no run directory: {reason or f'it has no {CONFIG} that a run wrote'}; "
                 f"name one that `raymoe run` made"
             )
         summary = _summary(path / SUMMARY)

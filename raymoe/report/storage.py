@@ -65,7 +65,7 @@ class Mirror:
 
 
 def fetch(url: str, directory: Path) -> bool:
-    """Copy the run at a URL into a directory; False if there is none. Raises ClusterError if that cannot be told."""
+    """Copy the run at a URL into a directory; False if there is none. Raises ClusterError if the URL cannot be read."""
     code, reason = _run("get", url, str(directory), GET_S)
     if code not in (0, NOTHING):
         raise ClusterError(f"cannot read {shown(url)}: {reason}; check the URL and the credentials for it")
@@ -150,13 +150,13 @@ def _get(url: str, directory: Path) -> int:
 
     files, root = _file_system(url)
     root = root.rstrip("/")
-    found = files.get_file_info(FileSelector(root, allow_not_found=True, recursive=True))
-    found = [info for info in found if info.type == FileType.File]
-    if not any(info.path == f"{root}/config.yaml" for info in found):
+    infos = files.get_file_info(FileSelector(root, allow_not_found=True, recursive=True))
+    infos = [info for info in infos if info.type == FileType.File]
+    if not any(info.path == f"{root}/config.yaml" for info in infos):
         return NOTHING
-    if len(found) > MOST_FILES or sum(info.size or 0 for info in found) > MOST_BYTES:
+    if len(infos) > MOST_FILES or sum(info.size or 0 for info in infos) > MOST_BYTES:
         raise SystemExit(f"more than {MOST_FILES} files or {MOST_BYTES >> 20} MiB, the limits of a run directory")
-    for info in found:
+    for info in infos:
         name = Path(info.path.removeprefix(f"{root}/"))
         if name.is_absolute() or ".." in name.parts:
             raise SystemExit(f"the name {shown(str(name))} leads out of the directory")

@@ -18,7 +18,7 @@ COLOURS = 6
 MOST_CURVES = 12
 
 PAGE_SIZE = 400, 272
-"""Of a chart on a page."""
+"""Width and height of a chart on a page."""
 LEFT, RIGHT, TOP, BOTTOM = 48, 12, 28, 40
 
 
@@ -112,7 +112,7 @@ class _Scale:
     log: bool
 
     def __call__(self, value: float) -> float:
-        least, most, value = (math.log(each) if self.log else each for each in (self.least, self.most, value))
+        least, most, value = (math.log(number) if self.log else number for number in (self.least, self.most, value))
         share = (value - least) / (most - least) if most > least else 0.5
         return round(self.begin + share * (self.end - self.begin), 1)
 
@@ -460,5 +460,5 @@ def fitting(text: str, width: float, size: float = 11.5) -> str:
     >>> fitting("first push", 100), fitting("a long name of a case", 100)
     ('first push', 'a long name o…')
     """
-    most = int(width / width_of("x", size))
+    most = int(width / width_of("x", size) + 1e-6)
     return text if len(text) <= most else f"{text[: most - 1]}…"

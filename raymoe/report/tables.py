@@ -20,8 +20,8 @@ from raymoe.report.columns import (
     shares_of_link,
     show,
 )
-from raymoe.report.copies import measured_link_gbps, us
 from raymoe.report.layer_parts import layer_tables
+from raymoe.report.measures import measured_link_gbps, us
 from raymoe.report.results import Line, displayed
 
 # Exchanges side by side: a small table for each operation, with a row for each number of tokens and a column for each
@@ -64,11 +64,11 @@ def grouped(lines: Sequence[Line]) -> list[Group]:
     """Group lines by operation, and by the settings that a group does not compare."""
     differing = [key for key in SETTINGS if key not in _WITHIN_A_GROUP and len({line[key] for line in lines}) > 1]
     named_keys = frozenset({"backend", "tokens", *(WORD_IN_CASE.get(key, key) for key in differing)})
-    found: dict[tuple[str, str], list[Line]] = {}
+    groups: dict[tuple[str, str], list[Line]] = {}
     for line in lines:
         setting = ", ".join(f"{SETTINGS[key]} {show(key, line[key])}" for key in differing)
-        found.setdefault((str(line["op"]), setting), []).append(line)
-    return [Group(op, setting, group, named_keys) for (op, setting), group in found.items()]
+        groups.setdefault((str(line["op"]), setting), []).append(line)
+    return [Group(op, setting, group, named_keys) for (op, setting), group in groups.items()]
 
 
 def side_by_side(lines: Sequence[Line]) -> Iterator[tuple[str, list[Column]]]:
@@ -295,17 +295,18 @@ def timelines(lines: Sequence[Line]) -> Iterator[tuple[str, list[Column]]]:
         if not points:
             continue
         known = POINTS.get(str(line["op"]), {})
+        meanings = [known.get(times.point) for times in points]
         which = f"{line['case']}, run {line['run']}" if len(runs) > 1 else str(line["case"])
         clock = f"{us(line):.1f}" if line["us_p50"] else "not known"
         yield (
             f"where the time of {line['op']} goes, {which}: us after the start ({clock} by the clock)",
             [
-                Column("point", [each.point for each in points]),
-                Column("first block", [f"{each.first:.1f}" for each in points], right=True),
-                Column("median", [f"{each.median:.1f}" for each in points], right=True),
-                Column("last block", [f"{each.last:.1f}" for each in points], right=True),
-                Column("blocks", [known[each.point].blocks if each.point in known else "-" for each in points]),
-                Column("meaning", [known[each.point].meaning if each.point in known else "-" for each in points]),
+                Column("point", [times.point for times in points]),
+                Column("first block", [f"{times.first:.1f}" for times in points], right=True),
+                Column("median", [f"{times.median:.1f}" for times in points], right=True),
+                Column("last block", [f"{times.last:.1f}" for times in points], right=True),
+                Column("blocks", [point.blocks if point else "-" for point in meanings]),
+                Column("meaning", [point.meaning if point else "-" for point in meanings]),
             ],
         )
 
@@ -332,10 +333,10 @@ def render(lines: Sequence[Line], *, terminal: bool = False, width: int = 100) -
 
 def by_workload(lines: Sequence[Line]) -> list[list[Line]]:
     """Group lines by workload."""
-    found: dict[object, list[Line]] = {}
+    workloads: dict[object, list[Line]] = {}
     for line in lines:
-        found.setdefault(line["workload"], []).append(line)
-    return list(found.values())
+        workloads.setdefault(line["workload"], []).append(line)
+    return list(workloads.values())
 
 
 def further_tables(lines: Sequence[Line]) -> Iterator[tuple[str, list[Column]]]:

@@ -51,7 +51,7 @@ class ChromeTrace:
         for process, host, span in self._spans:
             by = self._shifts.get(host, (0.0, 0.0))[0]
             placed.append((span.began + by, span.ended + by, self._number(process), span))
-        placed.sort(key=lambda each: (each[0], -each[1]))
+        placed.sort(key=lambda place: (place[0], -place[1]))
         first = placed[0][0] if placed else 0.0
         spans: list[dict[str, object]] = [
             {

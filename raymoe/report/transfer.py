@@ -3,6 +3,9 @@
 If this machine can read the directory, it is copied. Otherwise a second job on the driver's node prints it as text
 (`python -m raymoe.report.transfer OUT JOB`), because Ray's Jobs API moves text only. That text comes from another
 machine, so it is checked: its hash, each name, and the sizes.
+
+An earlier copy and files of the user may be at the destination. `.copied.json` there has the SHA-256 of each file that
+a copy wrote. Only files that still have it are replaced or removed: all others are the user's.
 """
 
 from __future__ import annotations
@@ -23,17 +26,18 @@ import tarfile
 import zlib
 from collections.abc import Iterator
 from contextlib import contextmanager
-from pathlib import Path, PurePosixPath
+from pathlib import Path, PurePath, PurePosixPath
 from typing import BinaryIO
 
 from raymoe.errors import CannotWrite, RaymoeError, one_line, shown
-from raymoe.report.copied import is_name_inside, put_in_place, read_file
 from raymoe.report.directory import cannot_write
 from raymoe.report.ray_job import run_of
 from raymoe.report.storage import MOST_BYTES, MOST_FILES, fetch, is_url
 
 MOST_TEXT_BYTES = 64 * 2**20  # of an archive that is printed
 DEFAULT_OUT = "~/raymoe_runs/{run}"
+RECORD = ".copied.json"
+_FOREIGN = "no file"  # instead of a digest: no regular file, or reached through a link
 _BEGIN, _END, _NONE = "raymoe-run-begins", "raymoe-run-ends", "raymoe-run-missing"
 
 
@@ -90,16 +94,16 @@ def unpack(text: str, job: str, destination: Path) -> None:
     """
     if missing := re.search(rf"^{_NONE} (.*)$", text, re.MULTILINE):
         raise TransferError(one_line(missing[1]))
-    found = re.search(rf"^{_BEGIN} ([0-9]+) ([0-9a-f]{{64}})$\n(.*?)^{_END}$", text, re.MULTILINE | re.DOTALL)
-    if found is None:
+    printed = re.search(rf"^{_BEGIN} ([0-9]+) ([0-9a-f]{{64}})$\n(.*?)^{_END}$", text, re.MULTILINE | re.DOTALL)
+    if printed is None:
         raise TransferError("the job that reads them printed no results")
     try:
-        data = base64.b64decode("".join(found[3].split()), validate=True)
+        data = base64.b64decode("".join(printed[3].split()), validate=True)
     except ValueError as error:
         raise TransferError(f"the text with the results is damaged: {error}") from error
-    if len(data) != int(found[1]) or hashlib.sha256(data).hexdigest() != found[2]:
+    if len(data) != int(printed[1]) or hashlib.sha256(data).hexdigest() != printed[2]:
         raise TransferError(
-            f"the text with the results is damaged: {len(data)} bytes arrived, not {found[1]} of that hash"
+            f"the text with the results is damaged: {len(data)} bytes arrived, not {printed[1]} of that hash"
         )
     with _complete_at(destination, job) as partial:
         try:
@@ -142,7 +146,7 @@ def _new_file(path: Path) -> BinaryIO:
 def _complete_at(destination: Path, job: str) -> Iterator[Path]:
     """Give an empty directory beside `destination`, which takes its place if the block ends well and filled it.
 
-    An earlier copy of the same job's results is renewed (`copied.py`). Anything else there stays, and is an error.
+    An earlier copy of the same job's results is renewed (`put_in_place`). Anything else there stays, and is an error.
     """
     destination = destination.resolve()  # through a link, and of `.`
     partial = destination.with_name(f".{destination.name}.{secrets.token_hex(4)}")
@@ -180,6 +184,103 @@ def _files(directory: Path) -> Iterator[tuple[Path, Path]]:
             if count > MOST_FILES or total > MOST_BYTES:
                 raise CannotWrite(f"{directory} has more than {MOST_FILES} files or {MOST_BYTES >> 20} MiB")
             yield path, path.relative_to(directory)
+
+
+# A copy takes its place.
+
+
+def put_in_place(copy: Path, destination: Path, renew: bool) -> None:
+    """Move the files of a copy to `destination`. `renew` says that an earlier copy of the same run is there.
+
+    Raises CannotWrite, and moves nothing, if a file of the user has the name of one that has changed in the run.
+    """
+    names = [path.relative_to(copy) for path in sorted(copy.rglob("*")) if path.is_file()]
+    new = {name.as_posix(): _digest(copy, name) or _FOREIGN for name in names}
+    (copy / RECORD).write_text(json.dumps(new, indent=2) + "\n")
+    if renew:
+        _renew(copy, destination, new)
+    elif destination.is_dir() and not any(destination.iterdir()):  # not replaced: it may be where a shell is
+        for path in copy.iterdir():
+            path.rename(destination / path.name)
+    else:
+        copy.chmod(0o777 & ~_umask())
+        copy.rename(destination)
+
+
+def _renew(copy: Path, destination: Path, new: dict[str, str]) -> None:
+    before = _recorded(destination)
+    moved, conflicts = [], []
+    for name, digest in new.items():
+        there, earlier = _digest(destination, PurePosixPath(name)), before.get(name)
+        if there is None or (there == earlier and there != digest):
+            moved.append(name)
+        elif digest not in (there, earlier):  # neither there already nor unchanged since the earlier copy
+            conflicts.append(name)
+    if conflicts:
+        first = shown(str(destination / conflicts[0]))
+        more = f" and {len(conflicts) - 1} more" if len(conflicts) > 1 else ""
+        raise CannotWrite(
+            f"{first}{more} would be overwritten, which no copy of this run wrote or which was changed since; "
+            "move it away, or name another place with --out"
+        )
+    for name in moved:
+        target = destination / name
+        target.parent.mkdir(parents=True, exist_ok=True)
+        (copy / name).replace(target)
+    for name in before.keys() - new.keys():
+        if _digest(destination, PurePosixPath(name)) == before[name]:
+            (destination / name).unlink()
+    (copy / RECORD).replace(destination / RECORD)
+
+
+def _recorded(directory: Path) -> dict[str, str]:
+    """Return the digests of the files that earlier copies wrote, by name."""
+    try:
+        record = json.loads(read_file(directory / RECORD))
+    except (OSError, ValueError, RecursionError):
+        return {}  # a copy that another program made: nothing in it counts as written here
+    if not isinstance(record, dict):
+        return {}
+    return {name: digest for name, digest in record.items() if is_name_inside(name) and isinstance(digest, str)}
+
+
+def is_name_inside(name: str) -> bool:
+    r"""Whether this is the name of a file in a run directory: printable, not hidden, and inside of it.
+
+    >>> [is_name_inside(name) for name in ("plots/a.png", "../a", "/a", ".ssh/a", "a\n", "")]
+    [True, False, False, False, False, False]
+    """
+    path = PurePosixPath(name)
+    hidden = any(part.startswith(".") for part in path.parts)  # `..` too
+    return bool(path.parts) and not path.is_absolute() and not hidden and name.isprintable()
+
+
+def _digest(directory: Path, name: PurePath) -> str | None:
+    """Return the SHA-256 of a file of a directory; None if there is none."""
+    for folder in reversed((directory / name).parents[: len(name.parts) - 1]):
+        if folder.is_symlink() or (folder.exists() and not folder.is_dir()):
+            return _FOREIGN
+    try:
+        return hashlib.sha256(read_file(directory / name)).hexdigest()
+    except FileNotFoundError:
+        return None
+    except (OSError, ValueError):
+        return _FOREIGN
+
+
+def read_file(path: Path) -> bytes:
+    """Read a regular file: no link, and no FIFO, which would wait for a writer."""
+    descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
+    with os.fdopen(descriptor, "rb") as file:
+        if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+            raise ValueError(f"{path} is not a regular file")
+        return file.read(MOST_BYTES)
+
+
+def _umask() -> int:
+    mask = os.umask(0o077)
+    os.umask(mask)
+    return mask
 
 
 # On the node of the driver.

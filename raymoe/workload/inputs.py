@@ -113,19 +113,19 @@ class Routing:
     @classmethod
     def of(cls, job: Job) -> Routing:
         """Return the routing that a job asks for."""
-        asked, shape = job.routing, job.shape
+        section, shape = job.routing, job.shape
         return cls(
-            kind=str(asked.kind),
-            seed=asked.seed,
+            kind=str(section.kind),
+            seed=section.seed,
             ranks=job.world.ranks,
             tokens=shape.tokens,
             experts=shape.experts,
             topk=shape.topk,
-            alpha=asked.alpha,
-            share=asked.share,
-            file=None if asked.file is None else str(asked.file),
-            masked=asked.masked,
-            ragged=asked.ragged,
+            alpha=section.alpha,
+            share=section.share,
+            file=None if section.file is None else str(section.file),
+            masked=section.masked,
+            ragged=section.ragged,
         )
 
     def tokens_of(self, rank: int) -> int:

@@ -84,6 +84,21 @@ class DoStep(Protocol):
     def __call__(self, index: int, *, verify: bool) -> Step: ...
 
 
+class WorkloadStep(DoStep, Protocol):
+    """A step of a workload, on CPU ranks or GPU ranks."""
+
+    @property
+    def ops(self) -> tuple[tuple[str, str | None], ...]:
+        """The operations that a step times, in this order, each with the state of the L2 cache (None on CPU ranks)."""
+
+    @property
+    def keys(self) -> Line:
+        """The keys of a result line that only the step knows."""
+
+    def close(self) -> None:
+        """Free what the step holds. A call after it is an error."""
+
+
 @dataclass(frozen=True)
 class Steps:
     """How many steps, which of them are verified, and how large an error may be."""
@@ -109,8 +124,8 @@ class Steps:
 
 
 @dataclass
-class Measured:
-    """Samples of each operation in microseconds, of the slowest rank, and the largest error (None: not verified)."""
+class Samples:
+    """Times of each operation in microseconds, of the slowest rank, and the largest error (None: not verified)."""
 
     us: list[list[float]] = field(default_factory=list)
     host_us: list[list[list[float]]] = field(default_factory=list)
@@ -121,8 +136,20 @@ class Measured:
     def verified(self) -> bool | None:
         return None if self.max_error is None else True
 
+    def add(self, all_ranks: tuple[StepTimes, ...]) -> None:
+        """Add the times of one step on all ranks."""
+        us = [max(op) for op in zip(*(us for us, _ in all_ranks), strict=True)]
+        host_us = list(zip(*(host_us for _, host_us in all_ranks), strict=True))
+        self.us = self.us or [[] for _ in us]
+        self.host_us = self.host_us or [[[] for _ in op] for op in host_us]
+        for times, time in zip(self.us, us, strict=True):
+            times.append(time)
+        for by_rank, op in zip(self.host_us, host_us, strict=True):
+            for times, time in zip(by_rank, op, strict=True):
+                times.append(time)
 
-def measure(world: World, steps: Steps, do_step: DoStep, report: Listener, label: str) -> Measured:
+
+def measure(world: World, steps: Steps, do_step: DoStep, report: Listener, label: str) -> Samples:
     """Run all steps. Call `report` after each block."""
     with aborting(world), nvtx_range(world.device, label):
         return _measure(world, steps, do_step, report, label)
@@ -138,61 +165,48 @@ def aborting(world: World) -> Iterator[None]:
         raise
 
 
-def _measure(world: World, steps: Steps, do_step: DoStep, report: Listener, label: str) -> Measured:
-    measured = Measured()
+def _measure(world: World, steps: Steps, do_step: DoStep, report: Listener, label: str) -> Samples:
+    samples = Samples()
     done, count = 0, 1
     while done < steps.total:
         count = min(count, steps.total - done)
         began = monotonic()
-        mine: list[StepTimes] = []
+        own_times: list[StepTimes] = []
         verified: list[tuple[int, float, float]] = []
         with nvtx_range(world.device, f"steps {done} to {done + count - 1}"):
             for index in range(done, done + count):
                 if steps.verified(index):
                     step_began = monotonic()
                     step = do_step(index, verify=True)
-                    _check_error(world, step.error, index - steps.warmup, steps.bound, measured, label)
+                    _check_error(world, step.error, index - steps.warmup, steps.bound, samples, label)
                     verified.append((index, step_began, monotonic()))
                 else:
                     step = do_step(index, verify=False)
-                mine.append((step.us, step.host_us))
+                own_times.append((step.us, step.host_us))
         ended = monotonic()
-        by_step, longest = _times_of_all(world, mine, ended - began, label)
+        by_step, longest = _times_of_all(world, own_times, ended - began, label)
         met = monotonic()
         for all_ranks in by_step[max(0, steps.warmup - done) :]:
-            _add(measured, all_ranks)
-        us = tuple(sum(op) for op in zip(*(us for us, _ in mine), strict=True))
+            samples.add(all_ranks)
+        us = tuple(sum(op) for op in zip(*(us for us, _ in own_times), strict=True))
         report(Block(done, count, began, ended, met, us, tuple(verified)))
         done += count
         count = max(1, min(LONGEST_BLOCK, int(count * BLOCK_SECONDS / longest)))
-    return measured
+    return samples
 
 
 def _times_of_all(
-    world: World, mine: list[StepTimes], seconds: float, label: str
+    world: World, own_times: list[StepTimes], seconds: float, label: str
 ) -> tuple[list[tuple[StepTimes, ...]], float]:
     """Return all ranks' times of each step of a block, and the seconds that the slowest rank took for the block."""
-    answers = world.swap((seconds, mine), f"{label}: samples")
+    answers = world.swap((seconds, own_times), f"{label}: samples")
     all_ranks: list[list[StepTimes]] = [answer[1] for answer in answers]  # type: ignore[index]
     return list(zip(*all_ranks, strict=True)), max(answer[0] for answer in answers)  # type: ignore[index]
 
 
-def _add(measured: Measured, all_ranks: tuple[StepTimes, ...]) -> None:
-    """Add the times of one step to the samples."""
-    us = [max(op) for op in zip(*(us for us, _ in all_ranks), strict=True)]
-    host_us = list(zip(*(host_us for _, host_us in all_ranks), strict=True))
-    measured.us = measured.us or [[] for _ in us]
-    measured.host_us = measured.host_us or [[[] for _ in op] for op in host_us]
-    for samples, sample in zip(measured.us, us, strict=True):
-        samples.append(sample)
-    for ranks, op in zip(measured.host_us, host_us, strict=True):
-        for samples, sample in zip(ranks, op, strict=True):
-            samples.append(sample)
-
-
-def _check_error(world: World, error: float | None, step: int, bound: float, measured: Measured, label: str) -> None:
+def _check_error(world: World, error: float | None, step: int, bound: float, samples: Samples, label: str) -> None:
     """Raise on all ranks if the error of any is above the bound. They swap errors, so all stop at the same step."""
-    errors = [float(str(each)) for each in world.swap(error, f"{label}: verify")]
+    errors = [float(str(answer)) for answer in world.swap(error, f"{label}: verify")]
     worst = max(errors)
     if not worst <= bound:
         rank = errors.index(worst)
@@ -200,18 +214,18 @@ def _check_error(world: World, error: float | None, step: int, bound: float, mea
             f"{label}: step {step} on rank {rank} has an error of {worst:.3g}, and the bound is {bound:.3g}: "
             "data was lost, mixed up or changed on the way, so the times of this case mean nothing"
         )
-    measured.max_error = max(worst, measured.max_error or 0.0)
+    samples.max_error = max(worst, samples.max_error or 0.0)
 
 
 # Timelines: when the blocks of a kernel come to its points, over several runs on all ranks.
 
-SAMPLES = 9
+TIMELINE_RUNS = 9
 
 Times = Mapping[str, tuple[float, float, float]]
 """By point: microseconds after the start at which the first, the median and the last block came to it."""
 
 Timeline = list[list[str | float]]
-"""The same in a result line: [point, first, median, last], in order of time."""
+"""Times in a result line: [point, first, median, last], in order of time."""
 
 
 def median_times(samples: Sequence[Times]) -> Times:
@@ -220,11 +234,11 @@ def median_times(samples: Sequence[Times]) -> Times:
     >>> median_times([{"start": (0.0, 1.0, 2.0)}, {"start": (0.0, 3.0, 9.0), "end": (4.0, 5.0, 6.0)}])
     {'start': (0.0, 2.0, 5.5), 'end': (4.0, 5.0, 6.0)}
     """
-    found = {}
+    medians = {}
     for point in dict.fromkeys(point for sample in samples for point in sample):
         first, middle, last = zip(*(sample[point] for sample in samples if point in sample), strict=True)
-        found[point] = median(first), median(middle), median(last)
-    return found
+        medians[point] = median(first), median(middle), median(last)
+    return medians
 
 
 def timeline_of_slowest(ranks: Sequence[Times]) -> Timeline:
@@ -244,9 +258,9 @@ def timeline_of_slowest(ranks: Sequence[Times]) -> Timeline:
 Line = dict[str, object]
 
 
-def result_line(case: Case, op: str, traffic: Traffic, measured: Measured, index: int) -> Line:
-    """Return the line of the operation with samples `measured.us[index]`. The caller adds keys or replaces them."""
-    times = spread(measured.us[index])
+def result_line(case: Case, op: str, traffic: Traffic, samples: Samples, index: int) -> Line:
+    """Return the line of the operation with samples `samples.us[index]`. The caller adds keys or replaces them."""
+    times = spread(samples.us[index])
     return {
         "case": case.name,
         "workload": case.job.workload,
@@ -255,8 +269,8 @@ def result_line(case: Case, op: str, traffic: Traffic, measured: Measured, index
         "ranks": case.job.world.ranks,
         **times,
         **on_wire(traffic.total, traffic.busiest, float(str(times["us_p50"]))),
-        "verified": measured.verified,
-        "max_error": measured.max_error,
+        "verified": samples.verified,
+        "max_error": samples.max_error,
         "device": "cpu",
     }
 

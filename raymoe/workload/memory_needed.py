@@ -284,10 +284,10 @@ def _p2p_device_bytes(job: Job) -> int:
     Slots are freed after each size. Sources and landings are torch's, which keeps freed memory of every size. With put
     the slot is the landing, with get it is the source; NCCL needs both a source and a landing.
     """
-    asked = job.p2p
-    peers = job.world.ranks - 1 if asked.pattern == "all_to_all" else 1
-    kept = 2 if "collective" in asked.transports else 1
-    return peers * (max(asked.bytes) + kept * sum(asked.bytes))
+    section = job.p2p
+    peers = job.world.ranks - 1 if section.pattern == "all_to_all" else 1
+    per_size = 2 if "collective" in section.transports else 1
+    return peers * (max(section.bytes) + per_size * sum(section.bytes))
 
 
 def _case_bytes(job: Job, domains: int) -> int:
@@ -299,7 +299,7 @@ def _case_bytes(job: Job, domains: int) -> int:
         return rows_bytes(job)
     spec = spec_of(job)
     batch = spec.tokens * spec.row_bytes
-    rows = 3 * spec.rows(ranks) * spec.row_bytes  # given by dispatch, made by the experts, sent home
+    rows = 3 * spec.rows(ranks) * spec.row_bytes  # from dispatch, from the experts, and returned
     slots = slots_layout(spec, ranks).nbytes if domains == 1 else _bytes_between_domains(spec, ranks, domains)
     held = slots + rows + (batches_of(batch) + 2) * batch
     if job.steps.verify:

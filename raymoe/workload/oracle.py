@@ -58,16 +58,16 @@ class Want:
     y: torch.Tensor
     scale: torch.Tensor
 
-    def error_of(self, found: torch.Tensor) -> float:
+    def error_of(self, y: torch.Tensor) -> float:
         """Return the largest relative error. Infinite for NaN, and for a nonzero element where nothing was added up.
 
         >>> want = Want(torch.tensor([[2.0, 0.0]]), torch.tensor([[4.0, 0.0]]))
         >>> want.error_of(torch.tensor([[3.0, 0.0]])), want.error_of(torch.tensor([[2.0, 0.1]]))
         (0.25, inf)
         """
-        if found.shape != self.y.shape:
+        if y.shape != self.y.shape:
             return torch.inf
-        error = (found.double() - self.y).abs()
+        error = (y.double() - self.y).abs()
         relative = torch.where(error == 0, 0.0, error / self.scale)
         return float(relative.nan_to_num(nan=torch.inf, posinf=torch.inf).max()) if relative.numel() else 0.0
 
@@ -92,16 +92,16 @@ def want(x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor, rows: Rows, 
     return Want(y, scale)
 
 
-def error_of(found: torch.Tensor, batch: Batch, rows: Rows, *, by_row: bool = False) -> float:
-    """Return the largest relative error of `found`, the result for a batch."""
-    if found.shape != batch.x.shape:
+def error_of(y: torch.Tensor, batch: Batch, rows: Rows, *, by_row: bool = False) -> float:
+    """Return the largest relative error of `y`, the result for a batch."""
+    if y.shape != batch.x.shape:
         return torch.inf
-    piece = max(1, PIECE_BYTES // (8 * found.shape[1]))
+    piece = max(1, PIECE_BYTES // (8 * y.shape[1]))
     worst = 0.0
-    for start in range(0, len(found), piece):
+    for start in range(0, len(y), piece):
         part = slice(start, start + piece)
         expected = want(batch.x[part], batch.ids[part], batch.weights[part], rows, by_row=by_row)
-        worst = max(worst, expected.error_of(found[part]))
+        worst = max(worst, expected.error_of(y[part]))
     return worst
 
 

@@ -20,7 +20,7 @@ import numpy
 from raymoe.errors import ConfigError
 
 MOST_IDS = 2**27
-"""Of a file: they take 1 GiB on each rank."""
+"""The ids of a file. They take 1 GiB on each rank."""
 MOST_HEADER_BYTES = 1024  # an array of integers needs about 100
 MOST_DIMENSIONS = 3
 
@@ -78,12 +78,12 @@ class _Header:
 def _header(path: str, text: bytes) -> _Header:
     """Read the header: a dictionary of constants, whose text no error repeats."""
     try:
-        found = ast.literal_eval(text.decode("latin-1").strip())
+        header = ast.literal_eval(text.decode("latin-1").strip())
     except (ValueError, SyntaxError, TypeError, MemoryError, RecursionError) as error:
         raise _refused(path, "not a .npy file: its header cannot be read") from error
-    if not isinstance(found, dict) or set(found) != {"descr", "fortran_order", "shape"}:
+    if not isinstance(header, dict) or set(header) != {"descr", "fortran_order", "shape"}:
         raise _refused(path, "not a .npy file: its header lacks descr, fortran_order or shape")
-    descr, shape, fortran_order = found["descr"], found["shape"], found["fortran_order"]
+    descr, shape, fortran_order = header["descr"], header["shape"], header["fortran_order"]
     if not isinstance(descr, str) or not _INTEGER.fullmatch(descr):
         raise _refused(path, "the trace must hold integers of 1 to 8 bytes")
     sizes = isinstance(shape, tuple) and all(type(size) is int and size >= 0 for size in shape)

@@ -54,37 +54,37 @@ class ExchangeTraffic:
         cls,
         rows: Sequence[Sequence[float]],
         row_bytes: int,
-        home_bytes: int | None = None,
-        home_rows: Sequence[Sequence[float]] | None = None,
+        combine_row_bytes: int | None = None,
+        combine_rows: Sequence[Sequence[float]] | None = None,
     ) -> ExchangeTraffic:
         """Count the bytes when `rows[s][d]` rows go from rank s to rank d. Rows that stay on their rank do not count.
 
-        A row has `row_bytes`, scales included, and `home_bytes` on its way back (default: `row_bytes`). As many rows
-        come back as went, unless `home_rows[s][d]` says how many rank d sends home to rank s.
+        A row has `row_bytes`, scales included, and in a combine `combine_row_bytes` (default: `row_bytes`). As many
+        rows return as went, unless `combine_rows[s][d]` says how many rank d returns to rank s.
 
         >>> ExchangeTraffic.of([[5, 3], [1, 5]], row_bytes=10).both
         Traffic(total=80, busiest=40)
-        >>> ExchangeTraffic.of([[5, 3], [1, 5]], row_bytes=5, home_bytes=10)
+        >>> ExchangeTraffic.of([[5, 3], [1, 5]], row_bytes=5, combine_row_bytes=10)
         ExchangeTraffic(dispatch=Traffic(total=20, busiest=15), combine=Traffic(total=40, busiest=30), \
 both=Traffic(total=60, busiest=35))
         >>> skewed = ExchangeTraffic.of([[5, 3], [1, 5]], row_bytes=10)
         >>> skewed.dispatch.sent, skewed.combine.sent
         ((30, 10), (10, 30))
-        >>> ExchangeTraffic.of([[9, 9], [9, 9]], row_bytes=10, home_rows=[[5, 3], [1, 5]]).both
+        >>> ExchangeTraffic.of([[9, 9], [9, 9]], row_bytes=10, combine_rows=[[5, 3], [1, 5]]).both
         Traffic(total=220, busiest=120)
         """
-        there = _through_ports(rows, row_bytes)
-        back = _through_ports(home_rows or rows, row_bytes if home_bytes is None else home_bytes)
-        # `back` counts in the direction of dispatch: a port receives with combine what it sent with dispatch.
+        dispatch = _through_ports(rows, row_bytes)
+        # Rows of a combine go the other way: a port receives what it would send in a dispatch of them.
+        reverse = _through_ports(combine_rows or rows, row_bytes if combine_row_bytes is None else combine_row_bytes)
+        combine = [(sent, received) for received, sent in reverse]
         both = [
-            (sent + home_sent, received + home_received)
-            for (sent, received), (home_received, home_sent) in zip(there, back, strict=True)
+            (sent + sent_back, received + received_back)
+            for (sent, received), (sent_back, received_back) in zip(dispatch, combine, strict=True)
         ]
-        home = [(sent, received) for received, sent in back]
         return cls(
             *(
                 Traffic(sum(sent for sent, _ in ports), max(map(max, ports)), tuple(sent for sent, _ in ports))
-                for ports in (there, home, both)
+                for ports in (dispatch, combine, both)
             )
         )
 
@@ -142,7 +142,7 @@ def bytes_between_domains(spec: ExchangeSpec, ranks: int, domains: int, device: 
 
     Blocks have one size, whatever the routing (`hierarchical.py`, `hierarchical_gpu.py`). GPU ranks do
     not agree on an operation, their ids have 64 bits, and rows may cross as fp8, with their scales after the weights.
-    Last they tell the pass of a backward pass.
+    The last word is the pass of a backward pass.
 
     >>> spec = ExchangeSpec(tokens=8, hidden=64, experts=4, topk=2)
     >>> bytes_between_domains(spec, ranks=4, domains=2)
@@ -190,17 +190,17 @@ _EXPERTS_AT_ONCE = 8192  # counts in one message of the world's board
 
 
 def expert_load(world: World, draws: Sequence[Draw], experts: int) -> list[float]:
-    """Return the rows of each expert in an average step, over the tokens of all ranks. All ranks call this together.
+    """Return the rows of ranks expert in an average step, over the tokens of all ranks. All ranks call this together.
 
-    `draws` are this rank's. A token counts once for each of its experts.
+    `draws` are this rank's. A token counts once for ranks of its experts.
     """
-    mine = torch.zeros(experts, dtype=torch.int64)
+    own_load = torch.zeros(experts, dtype=torch.int64)
     for draw in draws:
-        mine += torch.bincount(draw.ids[draw.ids >= 0], minlength=experts)
+        own_load += torch.bincount(draw.ids[draw.ids >= 0], minlength=experts)
     load: list[float] = []
     for start in range(0, experts, _EXPERTS_AT_ONCE):
-        answers: list[list[int]] = world.swap(mine[start : start + _EXPERTS_AT_ONCE].tolist(), "expert load")  # type: ignore[assignment]
-        load += [sum(each) / len(draws) for each in zip(*answers, strict=True)]
+        answers: list[list[int]] = world.swap(own_load[start : start + _EXPERTS_AT_ONCE].tolist(), "expert load")  # type: ignore[assignment]
+        load += [sum(ranks) / len(draws) for ranks in zip(*answers, strict=True)]
     return load
 
 
@@ -224,10 +224,10 @@ def work_of(
     """Return this rank's work of an average step. `ops` are those that it times, in order."""
     nothing = Traffic(0, 0, (0.0,) * world.size)
     timed = [
-        OpWork(op, traffic.by_op.get(op, nothing).sent[world.rank], {key: one for key, one in how.items() if one})
+        OpWork(op, traffic.by_op.get(op, nothing).sent[world.rank], {key: text for key, text in how.items() if text})
         for op, how in ops
     ]
     tokens = sum(len(draw.ids) for draw in draws) / len(draws)
     local = len(load) // world.size
-    mine = slice(world.rank * local, (world.rank + 1) * local)
-    return StepWork(tuple(timed), tokens, imbalance(load, mine))
+    own_experts = slice(world.rank * local, (world.rank + 1) * local)
+    return StepWork(tuple(timed), tokens, imbalance(load, own_experts))

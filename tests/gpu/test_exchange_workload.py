@@ -183,7 +183,7 @@ def run_with_spoilt_rows(world: World, given: dict[str, Any], fault: str) -> lis
             if fault == "combine":
                 step.y[0] += 1
             else:
-                step.got.x[:2] = step.got.x[:2].flip(0)
+                step.dispatched.x[:2] = step.dispatched.x[:2].flip(0)
             torch.cuda.synchronize()
 
     from raymoe.workload.exchange.gpu import GpuExchangeStep

@@ -43,14 +43,14 @@ def run_nccl_bare(case: Case, world: World, progress: Callable[[Progress], None]
     if world.size == 1:
         return [skipped_line(case, "one rank has no peer to send to")]
     spec = spec_of(job)
-    with closing(NcclBareStep(world, spec, job)) as do_step:
+    with closing(NcclBareStep(world, spec, job)) as step:
         steps = Steps(job.steps.warmup, job.steps.count, verify=False, bound=0.0)
         label = f"{case.name}: bare NCCL calls"
-        measured = measure(world, steps, do_step, step_listener(progress, steps.total), label)
-        graph, traffic = do_step.clock.captured, do_step.traffic
+        samples = measure(world, steps, step, step_listener(progress, steps.total), label)
+        graph, traffic = step.clock.captured, step.traffic
     device = torch.cuda.get_device_name(world.device)
     return [
-        result_line(case, op, traffic[op], measured, index)
+        result_line(case, op, traffic[op], samples, index)
         | shape_keys(case, job.exchange.backend)
         | {"graph": graph, "l2": l2, "leaves_out": LEFT_OUT[op], "device": device}
         for index, (op, l2) in enumerate((op, l2) for op in LEFT_OUT for l2 in ("cold", "warm"))

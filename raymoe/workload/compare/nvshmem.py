@@ -2,7 +2,7 @@
 
 Its input is made off the clock: a copy of each token for each of its experts, sorted by expert, and the count of rows
 for each. So it sends a row for each (token, expert), even if several of the experts are on one rank. Its way back,
-`all_to_all_vdev_2d_offset`, brings rows home without a weight or a sum.
+`all_to_all_vdev_2d_offset`, returns rows without a weight or a sum.
 
 It takes at most 15 groups of rows for a rank. So experts share groups; rows of a group and source are sorted by expert.
 """
@@ -131,18 +131,18 @@ class VdevAllToAll:
             x = self._inputs.fresh_of(source, self._index)
             ends = rows.splits.cumsum(0).tolist()
             for group in range(self._groups):
-                place = self._world.rank * self._groups + group
-                start, count = ends[place] - int(rows.splits[place]), int(rows.splits[place])
-                found, at = (each[group * self._world.size + source] for each in (counts, offsets))
-                if found != count:
-                    return f"{found} rows from rank {source} for group {group} of experts, {count} were sent"
+                split = self._world.rank * self._groups + group
+                start, count = ends[split] - int(rows.splits[split]), int(rows.splits[split])
+                place = group * self._world.size + source
+                if counts[place] != count:
+                    return f"{counts[place]} rows from rank {source} for group {group} of experts, {count} were sent"
                 want = x[rows.token[start : start + count].to(x.device)]
-                if not torch.equal(self._received[at : at + count], want):
+                if not torch.equal(self._received[offsets[place] : offsets[place] + count], want):
                     return f"rows from rank {source} for group {group} of experts are not those that were sent"
         return None
 
     def wrong_combine(self) -> str | None:
-        """Return what is wrong: rows must come home as they were sent, because no expert worked on them."""
+        """Return what is wrong: rows must return as they were sent, because no expert worked on them."""
         if torch.equal(self._returned[: self._rows], self._sent[: self._rows]):
             return None
         return "rows that came home are not those that were sent"

@@ -106,7 +106,7 @@ class SystemSteps:
             dispatch, combine, both = (clock.timed(op) for op in ops)
         except (RaymoeError, RuntimeError) as error:  # torch's own errors are RuntimeErrors
             problem = str(error)
-        problems = [each for each in self._world.swap(problem, "another system: captured") if each is not None]
+        problems = [text for text in self._world.swap(problem, "another system: captured") if text is not None]
         if not problems:
             return clock, (dispatch, combine, both)
         clock.close()

@@ -8,7 +8,7 @@ memory before the process ends. It needs settings that must not reach others. Re
 - **All ranks give up together.** After a failure a step takes no time and does nothing. So a rank whose process is gone
   still meets the others in every round. At the end the ranks swap their failures.
 - **No multicast.** Programs that create multicast objects of NVLink can put a machine's GPUs out of service. So the
-  libraries that would create them are told not to, whatever is set outside.
+  process sets the variables that forbid it to libraries, whatever is set outside.
 """
 
 from __future__ import annotations
@@ -252,7 +252,7 @@ def run_other(case: Case, world: World, progress: Callable[[Progress], None]) ->
             reason = step.begin()
             if reason is None:
                 label = f"{case.name}: exchange by {job.exchange.backend}"
-                measured = measure(world, steps, step, step_listener(progress, steps.total), label)
+                samples = measure(world, steps, step, step_listener(progress, steps.total), label)
                 reason = _first_reason(world, step.failure)
         finally:
             step.close()
@@ -263,7 +263,7 @@ def run_other(case: Case, world: World, progress: Callable[[Progress], None]) ->
     by_op = traffic_of(world, draws_of(Routing.of(job), world.rank), spec).by_op
     shared = shape_keys(case, job.exchange.backend) | step.keys
     return [
-        result_line(case, op, by_op[op], measured, index) | shared | {"l2": l2, "leaves_out": step.left_out[op]}
+        result_line(case, op, by_op[op], samples, index) | shared | {"l2": l2, "leaves_out": step.left_out[op]}
         for index, (op, l2) in enumerate(step.ops)
     ]
 

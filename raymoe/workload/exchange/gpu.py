@@ -18,7 +18,7 @@ from raymoe.memory.world import World
 from raymoe.moe.weights import generator
 from raymoe.workload.clock import OpClock, TimedOp, Work, calls_of
 from raymoe.workload.inputs import Batch, Inputs
-from raymoe.workload.measure import SAMPLES, Line, Step, Timeline, Times, median_times, timeline_of_slowest
+from raymoe.workload.measure import TIMELINE_RUNS, Line, Step, Timeline, Times, median_times, timeline_of_slowest
 from raymoe.workload.oracle import AffineExperts, error_of
 
 OPS = tuple((op, l2) for op in ("dispatch", "combine", "exchange") for l2 in ("cold", "warm"))
@@ -116,14 +116,14 @@ class GpuExchangeStep:
         """
         if self._traced is None or self.exchange.backend != "fused":
             return {}
-        found = {}
+        timelines = {}
         with torch.cuda.stream(self.stream):
             for op, work in (("dispatch", self._dispatch), ("combine", self._combine)):
                 self._times(op, work, self._traced)  # discards the times that the steps have left
-                mine = median_times([self._times(op, work, self._traced) for _ in range(SAMPLES)])
-                ranks: list[Times] = self.world.swap(mine, f"{op}: timeline")  # type: ignore[assignment]
-                found[op] = timeline_of_slowest(ranks)
-        return found
+                times = median_times([self._times(op, work, self._traced) for _ in range(TIMELINE_RUNS)])
+                ranks: list[Times] = self.world.swap(times, f"{op}: timeline")  # type: ignore[assignment]
+                timelines[op] = timeline_of_slowest(ranks)
+        return timelines
 
     def _times(self, op: str, work: Work, traced: Workspace) -> Times:
         self.clock.cold_us(work)
@@ -134,14 +134,14 @@ class GpuExchangeStep:
         self.clock.close()
 
     def _dispatch(self) -> None:
-        self.got = self.exchange.dispatch(self.batch.x, self.batch.ids, self.batch.weights)
+        self.dispatched = self.exchange.dispatch(self.batch.x, self.batch.ids, self.batch.weights)
 
     def _combine(self) -> None:
-        self.exchange.combine(self.rows, self.got, out=self.y)
+        self.exchange.combine(self.rows, self.dispatched, out=self.y)
 
     def _both(self) -> None:
-        got = self.exchange.dispatch(self.batch.x, self.batch.ids, self.batch.weights)
-        self.exchange.combine(self.rows, got, out=self.y)
+        dispatched = self.exchange.dispatch(self.batch.x, self.batch.ids, self.batch.weights)
+        self.exchange.combine(self.rows, dispatched, out=self.y)
 
     def _may_capture(self, graph: Literal["auto"] | bool) -> bool:
         """Return whether steps are replayed; the answer is the same on all ranks."""
@@ -177,35 +177,36 @@ class GpuExchangeStep:
 
         Not the slots: with layout `rank` they hold rows and scales, and a peer that is ahead may have written new ones.
         """
-        got = self.got
-        ours = (got.x, got.scales) if got.index is None else ()
-        for tensor in (self.y, got.weights, *ours):
+        dispatched = self.dispatched
+        ours = (dispatched.x, dispatched.scales) if dispatched.index is None else ()
+        for tensor in (self.y, dispatched.weights, *ours):
             if tensor is not None:
                 _fill_with_nan(tensor)
-        for tensor in (got.expert_offsets, got.expert_counts, got.index):
+        for tensor in (dispatched.expert_offsets, dispatched.expert_counts, dispatched.index):
             if tensor is not None:
                 tensor.fill_(-1)
 
     def _run_experts(self) -> None:
         """Apply this rank's experts to the rows that came; a row that belongs to no expert becomes NaN."""
         self.rows.fill_(torch.nan)
-        first = self.world.rank * len(self.got.expert_counts)
-        starts, counts = self.got.expert_offsets.tolist(), self.got.expert_counts.tolist()
+        first = self.world.rank * len(self.dispatched.expert_counts)
+        starts, counts = self.dispatched.expert_offsets.tolist(), self.dispatched.expert_counts.tolist()
         for local, (start, count) in enumerate(zip(starts, counts, strict=False)):  # offsets also hold the end
             row = slice(start, start + count)
-            self.rows[row] = self.experts(first + local, received(self.got, row)).to(self.rows.dtype)
+            self.rows[row] = self.experts(first + local, received(self.dispatched, row)).to(self.rows.dtype)
 
     def _fill_rows(self) -> None:
         self.rows.uniform_(-1, 1, generator=generator("rows", self.world.rank, device=self.world.device))
 
 
-def received(got: Dispatched, row: slice) -> torch.Tensor:
+def received(dispatched: Dispatched, row: slice) -> torch.Tensor:
     """Return some rows of a dispatch, in the order of experts and multiplied by their scales.
 
     They are read out of the slots if they are still there.
     """
-    place = row if got.index is None else got.index[row]
-    return got.x[place] if got.scales is None else dequantised(got.x[place], got.scales[place])
+    place = row if dispatched.index is None else dispatched.index[row]
+    rows, scales = dispatched.x[place], dispatched.scales
+    return rows if scales is None else dequantised(rows, scales[place])
 
 
 def dequantised(values: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
@@ -215,8 +216,8 @@ def dequantised(values: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
     >>> dequantised(values, torch.tensor([[2.0, 3.0]]))[0, [0, 127, 128, 159]].tolist()
     [2.0, 2.0, 3.0, 3.0]
     """
-    each = scales.repeat_interleave(FP8_BLOCK, dim=1)[:, : values.shape[1]]
-    return values.float() * each
+    scale_of_value = scales.repeat_interleave(FP8_BLOCK, dim=1)[:, : values.shape[1]]
+    return values.float() * scale_of_value
 
 
 def _fill_with_nan(tensor: torch.Tensor) -> None:

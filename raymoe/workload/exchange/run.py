@@ -21,10 +21,11 @@ from raymoe.moe.weights import generator
 from raymoe.workload.inputs import Inputs, Routing
 from raymoe.workload.measure import (
     Line,
-    Measured,
+    Samples,
     Step,
     Steps,
     Timeline,
+    WorkloadStep,
     aborting,
     load_keys,
     measure,
@@ -39,18 +40,8 @@ from raymoe.workload.traffic import domain_keys, expert_load, traffic_of, work_o
 ROW_PUSH, NCCL_BARE = "row_push", "nccl_bare"
 
 
-class AnyExchangeStep(Protocol):
-    """A step of an exchange, or of its baseline, on CPU ranks or GPU ranks."""
-
-    @property
-    def ops(self) -> tuple[tuple[str, str | None], ...]:
-        """The operations that a step times, in this order, each with the state of the L2 cache (None on CPU ranks)."""
-
-    @property
-    def keys(self) -> Line:
-        """The keys of a result line that only the step knows, `backend` among them."""
-
-    def __call__(self, index: int, *, verify: bool) -> Step: ...
+class TracedStep(WorkloadStep, Protocol):
+    """A step of an exchange, or of its baseline. `keys` has the `backend` among others."""
 
     def timelines(self) -> dict[str, Timeline]:
         """Return when blocks of the slowest rank came to each point, for operations whose kernels record it.
@@ -78,62 +69,62 @@ def run_exchange(case: Case, world: World, progress: Callable[[Progress], None])
     spec = spec_of(job)
     verify = job.steps.verify and job.exchange.backend != ROW_PUSH
     steps = Steps(job.steps.warmup, job.steps.count, verify, bound_of(spec))
-    with _opening(case, world, spec, inputs) as do_step:
-        keys = do_step.keys
+    with _opening(case, world, spec, inputs) as step:
+        keys = step.keys
         label = f"{case.name}: exchange by {keys['backend']}"
         traffic = traffic_of(world, inputs.draws, spec)
-        ops = [(op, {"backend": str(keys["backend"]), "l2": l2}) for op, l2 in do_step.ops]
+        ops = [(op, {"backend": str(keys["backend"]), "l2": l2}) for op, l2 in step.ops]
         load = expert_load(world, inputs.draws, spec.experts)
         work = work_of(world, inputs.draws, load, traffic, ops)
-        measured = measure(world, steps, do_step, step_listener(progress, steps.total, work=work), label)
+        samples = measure(world, steps, step, step_listener(progress, steps.total, work=work), label)
         with aborting(world):
-            timelines = do_step.timelines()
+            timelines = step.timelines()
     return [
-        result_line(case, op, traffic.by_op[op], measured, index)
+        result_line(case, op, traffic.by_op[op], samples, index)
         | shape_keys(case, str(keys["backend"]))
         | load_keys(load, index)
         | keys
         | {"l2": l2, "timeline": timelines.get(op) if l2 == "cold" else None}
-        | host_times(measured, index)
+        | host_times(samples, index)
         | domain_keys(world, spec, op)
-        for index, (op, l2) in enumerate(do_step.ops)
+        for index, (op, l2) in enumerate(step.ops)
     ]
 
 
-def host_times(measured: Measured, index: int) -> Line:
+def host_times(samples: Samples, index: int) -> Line:
     """Return the median time of an operation's calls on the host, of the rank with the longest calls.
 
     Empty if host times were not measured beside the GPU's.
     """
-    if index >= len(measured.host_us):
+    if index >= len(samples.host_us):
         return {}
-    return {"host_us_p50": max(median(samples) for samples in measured.host_us[index])}
+    return {"host_us_p50": max(median(times) for times in samples.host_us[index])}
 
 
 @contextmanager
-def _opening(case: Case, world: World, spec: ExchangeSpec, inputs: Inputs) -> Iterator[AnyExchangeStep]:
+def _opening(case: Case, world: World, spec: ExchangeSpec, inputs: Inputs) -> Iterator[TracedStep]:
     """Open the exchange of a case, and its step."""
-    asked, wanted = case.job.exchange, case.job.steps
-    if asked.backend == ROW_PUSH:
+    section, steps = case.job.exchange, case.job.steps
+    if section.backend == ROW_PUSH:
         from raymoe.workload.compare.row_push import RowPushStep
 
         with closing(RowPushStep(world, spec, inputs, case.job)) as push:
             yield push
         return
+    limits: dict[str, Any] = {"sms": section.sms, "chunk": section.net.chunk}
     with ExitStack() as stack:
         if world.device.type == "cpu":
-            exchange = stack.enter_context(Exchange(world, spec, asked.backend, sms=asked.sms, chunk=asked.net.chunk))
+            exchange = stack.enter_context(Exchange(world, spec, section.backend, **limits))
             yield ExchangeStep(world, exchange, inputs)
             return
         from raymoe.exchange.peer.workspace import Workspace
         from raymoe.workload.exchange.gpu import GpuExchangeStep
 
         traced = None
-        if wanted.trace and not spec.by_copy_engine and world.domains == 1:
+        if steps.trace and not spec.by_copy_engine and world.domains == 1:
             traced = stack.enter_context(Workspace(world, spec, traced=True))
-        limits: dict[str, Any] = {"sms": asked.sms, "chunk": asked.net.chunk}
-        exchange = stack.enter_context(Exchange(world, spec, asked.backend, workspace=traced, **limits))
-        yield stack.enter_context(closing(GpuExchangeStep(world, exchange, inputs, wanted.graph, traced)))
+        exchange = stack.enter_context(Exchange(world, spec, section.backend, workspace=traced, **limits))
+        yield stack.enter_context(closing(GpuExchangeStep(world, exchange, inputs, steps.graph, traced)))
 
 
 class ExchangeStep:
@@ -160,29 +151,31 @@ class ExchangeStep:
             self._poison()
         self.world.barrier("dispatch: start")
         started = perf_counter_ns()
-        self.last = got = self.exchange.dispatch(batch.x, batch.ids, batch.weights)
-        dispatched = perf_counter_ns()
-        rows = self._through_experts(got) if verify else self.rows
+        self.last = dispatched = self.exchange.dispatch(batch.x, batch.ids, batch.weights)
+        dispatch = (perf_counter_ns() - started) / 1e3
+        rows = self._through_experts(dispatched) if verify else self.rows
         self.world.barrier("combine: start")
-        resumed = perf_counter_ns()
-        y = self.exchange.combine(rows, got)
-        dispatch, combine = (dispatched - started) / 1e3, (perf_counter_ns() - resumed) / 1e3
+        started = perf_counter_ns()
+        y = self.exchange.combine(rows, dispatched)
+        combine = (perf_counter_ns() - started) / 1e3
         error = error_of(y, batch, self.experts) if verify else None
         return Step((dispatch, combine, dispatch + combine), error)
 
     def timelines(self) -> dict[str, Timeline]:
         return {}
 
+    def close(self) -> None: ...
+
     def _poison(self) -> None:
         """Poison the rows of the last step, so that they cannot pass for those of the next one; but not slots."""
         if self.last is not None and self.last.index is None:
             self.last.x.fill_(torch.nan)
 
-    def _through_experts(self, got: Dispatched) -> torch.Tensor:
+    def _through_experts(self, dispatched: Dispatched) -> torch.Tensor:
         """Return the rows that this rank's experts make of those that came; a row of no expert stays NaN."""
-        x, rows = expert_major(got), torch.full_like(self.rows, torch.nan)
-        first = self.world.rank * len(got.expert_counts)
-        for local, count in enumerate(got.expert_counts.tolist()):
-            start = int(got.expert_offsets[local])
+        x, rows = expert_major(dispatched), torch.full_like(self.rows, torch.nan)
+        first = self.world.rank * len(dispatched.expert_counts)
+        for local, count in enumerate(dispatched.expert_counts.tolist()):
+            start = int(dispatched.expert_offsets[local])
             rows[start : start + count] = self.experts(first + local, x[start : start + count]).to(rows.dtype)
         return rows

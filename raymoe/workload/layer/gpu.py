@@ -64,12 +64,12 @@ class GpuLayerStep:
             self.batch.ids.copy_(batch.ids)
             self.batch.weights.copy_(batch.weights)
             if verify:
-                for each in (self.found.y, *self.found.gradients):
-                    each.fill_(torch.nan)
+                for tensor in (self.results.y, *self.results.gradients):
+                    tensor.fill_(torch.nan)
             us = [*self.clock.us(self._step)]
-            error = self.passes.error_of(self.found, self.batch, self.dy) if verify else None
+            error = self.passes.error_of(self.results, self.batch, self.dy) if verify else None
             us += self._part_us()
-            us += [self.clock.us_cold(each) for each in self._alone.values()]
+            us += [self.clock.us_cold(part) for part in self._alone.values()]
         return Step(tuple(us), error)
 
     def close(self) -> None:
@@ -79,24 +79,24 @@ class GpuLayerStep:
         self.exchange.check()
 
     def _run(self) -> None:
-        self.found: Results = self.passes.run(self.batch, self.dy)
+        self.results: Results = self.passes.run(self.batch, self.dy)
 
     def _first_run(self) -> tuple[int, int | None]:
         """Load and build everything once. Return the most memory that a step holds beside weights and tokens, and what
         it holds between its forward and its backward pass."""
         self._run()
         self._settle()
-        self.found = Results(self.dy, ())
+        self.results = Results(self.dy, ())
         self.passes.marks.begin()
         held = torch.cuda.memory_allocated(self.world.device)
-        kept: list[int] = []
+        saved: list[int] = []
         before = self.passes.after_forward
-        self.passes.after_forward = lambda: kept.append(torch.cuda.memory_allocated(self.world.device) - held)
+        self.passes.after_forward = lambda: saved.append(torch.cuda.memory_allocated(self.world.device) - held)
         torch.cuda.reset_peak_memory_stats(self.world.device)
         self._run()
         self._settle()
         self.passes.after_forward = before
-        return int(torch.cuda.max_memory_allocated(self.world.device) - held), kept[0] if kept else None
+        return int(torch.cuda.max_memory_allocated(self.world.device) - held), saved[0] if saved else None
 
     def _may_capture(self, graph: Literal["auto"] | bool) -> bool:
         if graph is True and not self.exchange.capturable:
@@ -118,7 +118,7 @@ class GpuLayerStep:
                 self._marked = self.clock.graph_of_one(self._run_marked)
                 for part, begin, end in self.passes.marks.spans():
                     self._parts.setdefault(part, []).append((begin, end))
-                self._kept = self.found  # the graph's memory
+                self._graph_results = self.results  # the memory that the graph writes
             self.passes.marks.note = None
             self._step = self.clock.timed(self._run)
         except (RaymoeError, RuntimeError) as error:  # torch's own errors are RuntimeErrors
@@ -147,7 +147,7 @@ class GpuLayerStep:
         return [sum(float(begin.elapsed_time(end)) * 1e3 for begin, end in spans) for spans in self._parts.values()]
 
     def _works(self) -> dict[str, Work]:
-        """Return the parts to time alone, each on tensors that an eager pass has made. They keep no gradients."""
+        """Return the parts to time alone, each on tensors from an eager pass. They record no gradients."""
         layer, exchange, spec = self.passes.layer, self.exchange, self.exchange.spec
         x = self.batch.x
         with torch.no_grad():
@@ -156,25 +156,27 @@ class GpuLayerStep:
             out = None
             if spec.layout == "expert":
                 out = torch.empty(spec.rows(self.world.size), spec.hidden, dtype=x.dtype, device=x.device)
-            got = exchange.dispatch(h, ids, weights, None, out, zero_gaps=False)
-            rows = expert_major(got).clone()
+            dispatched = exchange.dispatch(h, ids, weights, None, out, zero_gaps=False)
+            rows = expert_major(dispatched).clone()
             few = layer.rows_of_an_expert(len(x))
-            made = layer.experts(rows, got.expert_offsets, got.expert_counts, expected_rows=few)
-            exchange.combine(made, got)
+            groups = dispatched.expert_offsets, dispatched.expert_counts
+            results = layer.experts(rows, *groups, expected_rows=few)
+            exchange.combine(results, dispatched)
             self._settle()
         works: dict[str, Callable[[], object]] = {
             "norm": lambda: layer.norm(x),
             "router": lambda: layer.gate(h),
             "dispatch": lambda: exchange.dispatch(h, ids, weights, None, out, zero_gaps=self.passes.backward),
-            "experts": lambda: layer.experts(rows, got.expert_offsets, got.expert_counts, expected_rows=few),
-            "combine": lambda: exchange.combine(made, got),
+            "experts": lambda: layer.experts(rows, *groups, expected_rows=few),
+            "combine": lambda: exchange.combine(results, dispatched),
         }
         if self.passes.shared:
             works["shared"] = lambda: layer.shared_experts(h)
         if self.passes.backward:
-            operators, routing, dweights = torch.ops.raymoe, [ids, exchange.pack(got)], got.weights
-            works["combine_backward"] = lambda: operators.dispatch_gradients(exchange.handle, self.dy, routing)
-            works["dispatch_backward"] = lambda: operators.combine_gradients(exchange.handle, made, dweights, routing)
+            operators, handle = torch.ops.raymoe, exchange.handle
+            routing, dweights = [ids, exchange.pack(dispatched)], dispatched.weights
+            works["combine_backward"] = lambda: operators.dispatch_gradients(handle, self.dy, routing)
+            works["dispatch_backward"] = lambda: operators.combine_gradients(handle, results, dweights, routing)
         return {part: _without_gradients(work) for part, work in works.items()}
 
 

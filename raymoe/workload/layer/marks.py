@@ -87,17 +87,17 @@ class Marks:
         """Put a mark after each part of a `MoELayer`."""
 
         def after(part: str) -> Callable[..., torch.Tensor]:
-            return lambda _module, _given, result: self.at(part, result)
+            return lambda _module, _inputs, result: self.at(part, result)
 
-        def after_router(_module: object, _given: object, routed: Routed) -> Routed:
+        def after_router(_module: object, _inputs: object, routed: Routed) -> Routed:
             self.topk_idx = routed.topk_idx
             return routed._replace(topk_weights=self.at("router", routed.topk_weights))
 
-        def before_experts(_module: object, given: tuple[Any, ...]) -> tuple[Any, ...]:
-            return self.at("dispatch", given[0]), *given[1:]
+        def before_experts(_module: object, inputs: tuple[Any, ...]) -> tuple[Any, ...]:
+            return self.at("dispatch", inputs[0]), *inputs[1:]
 
         routed = layer.routed
-        layer.routed = lambda *given: self.at("combine", routed(*given))
+        layer.routed = lambda *inputs: self.at("combine", routed(*inputs))
         if layer.norm is not None:
             layer.norm.register_forward_hook(after("norm"))
         layer.gate.register_forward_hook(after_router)

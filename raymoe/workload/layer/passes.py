@@ -38,16 +38,16 @@ class LayerPasses:
     """A layer and its passes. Without a router of its own it has no norm and adds no x: tokens go as `Batch` says."""
 
     def __init__(self, job: Job, world: World) -> None:
-        asked, self.spec, self.seed = job.layer, spec_of(job), job.routing.seed
+        section, self.spec, self.seed = job.layer, spec_of(job), job.routing.seed
         self.shape = ExpertShape(self.spec.hidden, job.shape.ffn, getattr(torch, self.spec.dtype))
-        self.own_router, self.shared = asked.router.kind != "given", asked.shared
-        self.backward, self.recompute = asked.backward, asked.recompute
+        self.own_router, self.shared = section.router.kind != "given", section.shared
+        self.backward, self.recompute = section.backward, section.recompute
         form = LayerForm(
             job.shape.ffn,
             router_of(job),
-            activation=GPT_OSS if asked.experts == "gpt_oss" else SWIGLU,
-            biases=asked.experts == "gpt_oss",
-            shared=asked.shared,
+            activation=GPT_OSS if section.experts == "gpt_oss" else SWIGLU,
+            biases=section.experts == "gpt_oss",
+            shared=section.shared,
             norm=EPS if self.own_router else None,
             residual=self.own_router,
         )
@@ -57,11 +57,11 @@ class LayerPasses:
             self.layer.experts.to(arithmetic_dtype(self.shape.dtype))  # converted once, not in each step
         self.marks = Marks()
         self.marks.put_into(self.layer)
-        named = [(name, each) for name, each in self.layer.named_parameters() if self.own_router or "gate." not in name]
-        self.parameters = [each for _, each in named]
+        named = dict(self.layer.named_parameters())
+        self.parameters = [named[name] for name in named if self.own_router or "gate." not in name]
         self.after_forward: Callable[[], None] = _nothing
         """Called between the forward and the backward pass of a step."""
-        self._experts = LayerExperts(self.shape, self.seed, asked.experts)
+        self._experts = LayerExperts(self.shape, self.seed, section.experts)
 
     def run(self, batch: Batch, dy: torch.Tensor) -> Results:
         """Run the forward pass, and the backward pass from the gradient `dy` of the output if the job has one."""
@@ -97,7 +97,7 @@ class LayerPasses:
 
     # Verification. Tokens do not depend on one another, so any of them can be verified alone.
 
-    def error_of(self, found: Results, batch: Batch, dy: torch.Tensor) -> float:
+    def error_of(self, results: Results, batch: Batch, dy: torch.Tensor) -> float:
         """Return the largest error of the last step: of its output, and of the gradients of its tokens.
 
         An error is relative to the largest element of its row. The experts are those that the layer chose; a wrong
@@ -109,14 +109,14 @@ class LayerPasses:
         x = batch.x[some].double().requires_grad_(self.backward)
         wanted, choice_error = self._wanted(x, chosen[some], batch.weights[some])
         right = Want(wanted.y.detach(), wanted.scale.detach())
-        errors = [choice_error, right.error_of(found.y[some])]
+        errors = [choice_error, right.error_of(results.y[some])]
         if self.backward:
             dx = torch.zeros_like(x)
             if wanted.y.requires_grad:  # not if no token has an expert
                 (dx,) = torch.autograd.grad(wanted.y, x, dy[some].double())
             right = Want(dx, dx.abs().amax(dim=-1, keepdim=True).expand_as(dx))
-            errors.append(right.error_of(found.gradients[0][some]))
-            errors += [0.0 if bool(each.isfinite().all()) else torch.inf for each in found.gradients[1:]]
+            errors.append(right.error_of(results.gradients[0][some]))
+            errors += [0.0 if bool(gradient.isfinite().all()) else torch.inf for gradient in results.gradients[1:]]
         return max(errors)
 
     def _some_tokens(self, tokens: int, device: torch.device) -> torch.Tensor:
@@ -153,16 +153,16 @@ def _nothing() -> None:
 
 def router_of(job: Job) -> RouterForm | None:
     """Return the form of a layer's own router; None if the job's routing decides."""
-    asked, shape = job.layer.router, job.shape
-    if asked.kind == "given":
+    section, shape = job.layer.router, job.shape
+    if section.kind == "given":
         return None
     return RouterForm(
         shape.experts,
         shape.topk,
-        asked.kind,
-        scale=asked.scale,
-        groups=asked.groups,
-        topk_groups=asked.topk_groups,
+        section.kind,
+        scale=section.scale,
+        groups=section.groups,
+        topk_groups=section.topk_groups,
     )
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from contextlib import closing
 from time import perf_counter_ns
-from typing import Protocol
 
 import torch
 
@@ -13,28 +12,12 @@ from raymoe.config import Case
 from raymoe.memory.world import World
 from raymoe.workload.inputs import Batch, Draw, Inputs, Routing
 from raymoe.workload.layer.passes import LayerPasses
-from raymoe.workload.measure import Line, Step, Steps, load_keys, measure, result_line, shape_keys
+from raymoe.workload.measure import Line, Step, Steps, WorkloadStep, load_keys, measure, result_line, shape_keys
 from raymoe.workload.oracle import LAYER_SLACK, bound_of
 from raymoe.workload.progress import Progress, step_listener
 from raymoe.workload.traffic import Traffic, domain_keys, expert_load, traffic_of, work_of
 
 STEP, DISPATCH, COMBINE = "step", "dispatch", "combine"
-
-
-class AnyLayerStep(Protocol):
-    """A step on CPU ranks or GPU ranks."""
-
-    @property
-    def ops(self) -> tuple[tuple[str, str | None], ...]:
-        """The operations that a step times, in this order, with the state of the L2 cache (None on CPU ranks)."""
-
-    @property
-    def keys(self) -> Line:
-        """The keys of a result line that only the step knows."""
-
-    def __call__(self, index: int, *, verify: bool) -> Step: ...
-
-    def close(self) -> None: ...
 
 
 def run_layer(case: Case, world: World, progress: Callable[[Progress], None]) -> list[Line]:
@@ -54,13 +37,13 @@ def run_layer(case: Case, world: World, progress: Callable[[Progress], None]) ->
         backend = passes.layer.exchange.backend
         ops = [(op, {"backend": backend, "l2": l2}) for op, l2 in step.ops]
         report = step_listener(progress, steps.total, work=work_of(world, draws, load, traffic, ops))
-        measured = measure(world, steps, step, report, f"{case.name}: layer by {backend}")
+        samples = measure(world, steps, step, report, f"{case.name}: layer by {backend}")
     bytes_of = {STEP: traffic.both, DISPATCH: traffic.by_op[DISPATCH], COMBINE: traffic.by_op[COMBINE]}
     lines = []
     for index, (op, l2) in enumerate(step.ops):
         if op != STEP and not passes.own_router:
             continue  # the parts are in the progress that ranks report
-        line = result_line(case, op, bytes_of.get(op, Traffic(0, 0)), measured, index) | shape_keys(case, backend)
+        line = result_line(case, op, bytes_of.get(op, Traffic(0, 0)), samples, index) | shape_keys(case, backend)
         if op not in bytes_of or (op == STEP and passes.backward):
             line |= {"bytes_wire": None, "gbps_wire": None}
         if passes.own_router:
@@ -79,7 +62,7 @@ def draws_of_layer(passes: LayerPasses, inputs: Inputs) -> list[Draw]:
     return [Draw(ids.cpu(), weights.cpu()) for ids, weights in routed]
 
 
-def _step_of(case: Case, world: World, passes: LayerPasses, inputs: Inputs) -> AnyLayerStep:
+def _step_of(case: Case, world: World, passes: LayerPasses, inputs: Inputs) -> WorkloadStep:
     if world.device.type == "cpu":
         return CpuLayerStep(world, passes, inputs)
     from raymoe.workload.layer.gpu import GpuLayerStep
@@ -110,13 +93,13 @@ class CpuLayerStep:
         batch = self.inputs.at(index, fresh=verify)
         self.world.barrier("step: start")
         started = perf_counter_ns()
-        found = self.passes.run(batch, self.dy)
+        results = self.passes.run(batch, self.dy)
         ended = perf_counter_ns()
         us = dict.fromkeys(self._parts, 0.0)
         for part, begin, end in self.passes.marks.spans():
             if part in us:
                 us[part] += (end - begin) / 1e3
-        error = self.passes.error_of(found, batch, self.dy) if verify else None
+        error = self.passes.error_of(results, batch, self.dy) if verify else None
         return Step(((ended - started) / 1e3, *us.values()), error)
 
     def close(self) -> None: ...

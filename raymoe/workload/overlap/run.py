@@ -31,7 +31,7 @@ from raymoe.workload.traffic import Traffic, expert_load, traffic_of, work_of
 PRODUCT = "product"
 ALONE: tuple[tuple[str, str | None], ...] = (("dispatch", None), ("combine", None), (PRODUCT, None))
 OPS = ALONE + tuple(
-    each for op in ("dispatch", "combine") for each in ((op, PRODUCT), (PRODUCT, op), (f"{op}+{PRODUCT}", None))
+    pair for op in ("dispatch", "combine") for pair in ((op, PRODUCT), (PRODUCT, op), (f"{op}+{PRODUCT}", None))
 )
 """The operations that a step times, and the operation beside each. First each alone; then each beside the other, and
 both until the last ends."""
@@ -42,11 +42,11 @@ WARM_UPS = 2
 class Product:
     """The matrix product `a @ b` into `out`, and a stream for it."""
 
-    def __init__(self, world: World, hidden: int, dtype: torch.dtype, asked: OverlapSection) -> None:
+    def __init__(self, world: World, hidden: int, dtype: torch.dtype, size: OverlapSection) -> None:
         device, source = world.device, generator(PRODUCT, world.rank, device=world.device)
-        self.a = torch.empty(asked.rows, hidden, device=device).uniform_(-1, 1, generator=source).to(dtype)
-        self.b = torch.empty(hidden, asked.columns, device=device).uniform_(-1, 1, generator=source).to(dtype)
-        self.out = torch.empty(asked.rows, asked.columns, dtype=dtype, device=device)
+        self.a = torch.empty(size.rows, hidden, device=device).uniform_(-1, 1, generator=source).to(dtype)
+        self.b = torch.empty(hidden, size.columns, device=device).uniform_(-1, 1, generator=source).to(dtype)
+        self.out = torch.empty(size.rows, size.columns, dtype=dtype, device=device)
         new_stream: Any = torch.cuda.Stream  # has no annotations
         self.stream: torch.cuda.Stream = new_stream(device, priority=0)
         with torch.cuda.stream(self.stream):
@@ -72,8 +72,8 @@ class OverlapStep(GpuExchangeStep):
     ops = tuple((op, "cold") for op, _ in OPS)
     priority = -1
 
-    def __init__(self, world: World, exchange: Exchange, inputs: Inputs, asked: OverlapSection) -> None:
-        self._product = Product(world, exchange.spec.hidden, inputs.dtype, asked)
+    def __init__(self, world: World, exchange: Exchange, inputs: Inputs, size: OverlapSection) -> None:
+        self._product = Product(world, exchange.spec.hidden, inputs.dtype, size)
         event: Any = torch.cuda.Event  # has no annotations
         self._forked = event()
         self._exchanged, self._multiplied = event(enable_timing=True), event(enable_timing=True)
@@ -146,11 +146,11 @@ def run_overlap(case: Case, world: World, progress: Callable[[Progress], None]) 
         ops = [(op, {"backend": str(keys["backend"]), "l2": "cold", "beside": beside}) for op, beside in OPS]
         load = expert_load(world, inputs.draws, spec.experts)
         work = work_of(world, inputs.draws, load, traffic, ops)
-        measured = measure(world, steps, step, step_listener(progress, steps.total, work=work), label)
+        samples = measure(world, steps, step, step_listener(progress, steps.total, work=work), label)
     by_op = traffic.by_op
     nothing = Traffic(0, 0)
     return [
-        result_line(case, op, by_op.get(op, nothing), measured, index)
+        result_line(case, op, by_op.get(op, nothing), samples, index)
         | shape_keys(case, str(keys["backend"]))
         | load_keys(load, index)
         | keys
@@ -161,7 +161,7 @@ def run_overlap(case: Case, world: World, progress: Callable[[Progress], None]) 
 
 @contextmanager
 def _opening(case: Case, world: World, inputs: Inputs) -> Iterator[OverlapStep]:
-    asked = case.job.exchange
+    section = case.job.exchange
     with ExitStack() as stack:
-        exchange = stack.enter_context(Exchange(world, spec_of(case.job), asked.backend, sms=asked.sms))
+        exchange = stack.enter_context(Exchange(world, spec_of(case.job), section.backend, sms=section.sms))
         yield stack.enter_context(closing(OverlapStep(world, exchange, inputs, case.job.overlap)))

@@ -27,20 +27,20 @@ def drawn(nbytes: int, *key: int) -> torch.Tensor:
     return torch.randint(low, high, (words,), generator=generator("bytes", *key)).view(torch.uint8)[:nbytes]
 
 
-def share_wrong(found: torch.Tensor, *key: int) -> float:
-    """Return the share of `found` that differs from the bytes drawn with this key.
+def share_wrong(received: torch.Tensor, *key: int) -> float:
+    """Return the share of `received` that differs from the bytes drawn with this key.
 
     >>> copy = drawn(100, 3)
     >>> copy[7] += 1
     >>> share_wrong(copy, 3)
     0.01
     """
-    want = drawn(found.numel(), *key)
+    want = drawn(received.numel(), *key)
     wrong = 0
-    for start in range(0, found.numel(), _PIECE):  # a mask of all bytes would be as large as `found`
+    for start in range(0, received.numel(), _PIECE):  # a mask of all bytes would be as large as `received`
         piece = slice(start, start + _PIECE)
-        wrong += int((found[piece] != want[piece]).count_nonzero())
-    return wrong / found.numel()
+        wrong += int((received[piece] != want[piece]).count_nonzero())
+    return wrong / received.numel()
 
 
 @dataclass(frozen=True)
@@ -67,11 +67,11 @@ class Copy:
 
 def copies_of(case: Case) -> Iterator[Copy]:
     """Yield every copy of a case, in the order of its result lines. In `pairs: all`, the source changes slowest."""
-    asked, ranks = case.job.p2p, range(case.job.world.ranks)
+    section, ranks = case.job.p2p, range(case.job.world.ranks)
     every = tuple((source, destination) for source in ranks for destination in ranks if source != destination)
-    alone = every if asked.pairs == "all" else asked.pairs
-    for transport in asked.transports:
-        sms = asked.sms if isinstance(asked.sms, int) and transport in SMS_TRANSPORTS else None
-        for nbytes in asked.bytes:
-            for together in [every] if asked.pattern == "all_to_all" else [(pair,) for pair in alone]:
-                yield Copy(transport, nbytes, together, asked.protocol, sms)
+    alone = every if section.pairs == "all" else section.pairs
+    for transport in section.transports:
+        sms = section.sms if isinstance(section.sms, int) and transport in SMS_TRANSPORTS else None
+        for nbytes in section.bytes:
+            for together in [every] if section.pattern == "all_to_all" else [(pair,) for pair in alone]:
+                yield Copy(transport, nbytes, together, section.protocol, sms)

@@ -37,11 +37,11 @@ def fill_drawn(into: torch.Tensor, *key: int) -> None:
         into[start : start + piece.numel()] = piece
 
 
-def wrong_bytes(found: torch.Tensor, *key: int) -> int:
+def wrong_bytes(received: torch.Tensor, *key: int) -> int:
     """Count the bytes that differ from those of the key."""
-    wrong = torch.zeros((), dtype=torch.int64, device=found.device)
-    for start, want in _pieces(found.numel(), found.device, key):
-        wrong += (found[start : start + want.numel()] != want).count_nonzero()
+    wrong = torch.zeros((), dtype=torch.int64, device=received.device)
+    for start, want in _pieces(received.numel(), received.device, key):
+        wrong += (received[start : start + want.numel()] != want).count_nonzero()
     return int(wrong)
 
 
@@ -114,20 +114,20 @@ class NcclGroups:
 
     def __init__(self, world: World) -> None:
         self._world = world
-        self._made: dict[tuple[int, ...], NcclGroup] = {}
+        self._groups: dict[tuple[int, ...], NcclGroup] = {}
 
     def of(self, spec: ChannelSpec) -> NcclGroup | None:
         """Return the communicator of these channels. All ranks ask for the same ones in the same order."""
         if spec.transport != "collective":
             return None
         members = members_of(spec)
-        if members not in self._made:
-            self._made[members] = NcclGroup(self._world, members)
-        return self._made[members]
+        if members not in self._groups:
+            self._groups[members] = NcclGroup(self._world, members)
+        return self._groups[members]
 
     def close(self) -> None:
-        while self._made:
-            self._made.popitem()[1].close()
+        while self._groups:
+            self._groups.popitem()[1].close()
 
 
 class Bench:
@@ -154,6 +154,8 @@ class GpuCopyStep:
     With `get`, messages are ready and announced before the clock starts, and receivers fetch them and say so. The
     release of messages that were put is off the clock.
     """
+
+    ops = (("copy", None),)
 
     def __init__(self, bench: Bench, copy: Copy, graph: Literal["auto"] | bool) -> None:
         self.world, self.stream, self.clock = bench.world, bench.stream, bench.clock
@@ -192,9 +194,9 @@ class GpuCopyStep:
     @property
     def keys(self) -> Line:
         """The keys of a result line about this copy, with the transport that `auto` chose."""
-        asked, used = self.copy.transport, self.channels.transport
+        used = self.channels.transport
         return {
-            "transport": f"auto:{used}" if asked == "auto" else used,
+            "transport": f"auto:{used}" if self.copy.transport == "auto" else used,
             "graph": self.graph,
             "sms": self.channels.sms,
             "device": torch.cuda.get_device_name(self.world.device),
@@ -240,7 +242,7 @@ class GpuCopyStep:
                     self.landed[peer, slot] = self.channels.receive(peer, slot)
 
     def _offer(self) -> None:
-        """With get: announce the messages, which were written into the slots that they are fetched from."""
+        """Announce, with `get`, the messages. They were written into the slots from which peers fetch them."""
         with self.channels.together():
             for (peer, slot), message in self.data.items() if self.fetched else ():
                 self.channels.send(peer, message, slot)

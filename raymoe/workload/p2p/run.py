@@ -5,30 +5,17 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import closing, contextmanager
 from time import perf_counter_ns
-from typing import Protocol
 
 from raymoe.config import Case
 from raymoe.errors import ConfigError
 from raymoe.memory.world import World
 from raymoe.transport.channels import Channels, ChannelSpec
-from raymoe.workload.measure import Line, Step, Steps, measure, result_line
+from raymoe.workload.measure import Line, Step, Steps, WorkloadStep, measure, result_line
 from raymoe.workload.p2p.copies import POISON, Copy, copies_of, drawn, share_wrong
 from raymoe.workload.progress import OpWork, Progress, StepWork, step_listener
 
 EXACT = 0.0
 """A copy has no rounding: not one byte may differ."""
-
-
-class AnyCopyStep(Protocol):
-    """A step of one copy, on CPU ranks or GPU ranks."""
-
-    @property
-    def keys(self) -> Line:
-        """The keys of a result line that only the step knows."""
-
-    def __call__(self, index: int, *, verify: bool) -> Step: ...
-
-    def close(self) -> None: ...
 
 
 def run_p2p(case: Case, world: World, progress: Callable[[Progress], None]) -> list[Line]:
@@ -40,15 +27,15 @@ def run_p2p(case: Case, world: World, progress: Callable[[Progress], None]) -> l
         for index, copy in enumerate(copies):
             label = f"{case.name}: {copy.nbytes} bytes by {copy.transport}"
             received = copy.nbytes * sum(destination == world.rank for _, destination in copy.pairs)
-            with closing(open_step(copy)) as do_step:
+            with closing(open_step(copy)) as step:
                 # The clock of a copy ends at its receiver.
-                how = {"transport": str(do_step.keys["transport"])}
+                how = {"transport": str(step.keys["transport"])}
                 work = StepWork((OpWork("copy", received, how),) if received else ())
                 report = step_listener(progress, len(copies) * steps.total, index * steps.total, work)
-                measured = measure(world, steps, do_step, report, label)
-                known = do_step.keys
+                samples = measure(world, steps, step, report, label)
+                keys = step.keys
             source, destination = copy.pairs[0] if case.job.p2p.pattern == "pairs" else (None, None)
-            line = result_line(case, "copy", copy.traffic, measured, 0) | known
+            line = result_line(case, "copy", copy.traffic, samples, 0) | keys
             lines.append(
                 line | {"src": source, "dst": destination, "bytes": copy.nbytes, "pattern": case.job.p2p.pattern}
             )
@@ -56,7 +43,7 @@ def run_p2p(case: Case, world: World, progress: Callable[[Progress], None]) -> l
 
 
 @contextmanager
-def _opening(case: Case, world: World) -> Iterator[Callable[[Copy], AnyCopyStep]]:
+def _opening(case: Case, world: World) -> Iterator[Callable[[Copy], WorkloadStep]]:
     """Open all that the copies of a case share; yields a function that makes the step of a copy."""
     if world.device.type == "cpu":
         if case.job.p2p.sms != "auto":
@@ -76,6 +63,8 @@ class CopyStep:
     With `put`, the sender writes into the receiver's memory, and the time ends when the receiver notices. With `get`,
     the data are ready at the sender before the clock starts, and the receiver fetches them.
     """
+
+    ops = (("copy", None),)
 
     def __init__(self, world: World, copy: Copy) -> None:
         self.world, self.put, self.nbytes = world, copy.protocol == "put", copy.nbytes

@@ -18,8 +18,8 @@ class TorchGraphClock(OpClock):
     """Captures by torch, whose allocator then keeps the memory of results for the graph. OpClock's own graphs are for
     work that allocates nothing."""
 
-    def __init__(self, *given: Any, **options: Any) -> None:
-        super().__init__(*given, **options)
+    def __init__(self, *arguments: Any, **options: Any) -> None:
+        super().__init__(*arguments, **options)
         self._captured: list[tuple[Any, Work]] = []
         """The graphs, and their work: replays read the tensors that the work holds."""
 
@@ -56,7 +56,7 @@ class GpuClock:
         self._stream.wait_stream(torch.cuda.current_stream(world.device))
         self.captured = graph is not False
         self._clock = TorchGraphClock(world, self._stream, self._settle, captured=self.captured, calls=calls_of(tokens))
-        self._found: Results = ()
+        self._results: Results = ()
         self._compute: Compute | None = None  # replays use its tensors
         self._timed: TimedOp | None = None
 
@@ -65,7 +65,7 @@ class GpuClock:
             self._compute = compute = make()
 
             def work() -> None:
-                self._found = compute()
+                self._results = compute()
 
             work()  # compiles, loads and allocates before the capture
             self._settle()
@@ -82,15 +82,15 @@ class GpuClock:
         """Replay the graph that was captured last; it writes into the same memory each time."""
         assert self._timed is not None
         with torch.cuda.stream(self._stream):
-            for each in self._found:
-                poison(each)
+            for tensor in self._results:
+                poison(tensor)
             self._timed.warm()
             self._settle()
-        return self._found
+        return self._results
 
     def close(self) -> None:
         self._timed = self._compute = None
-        self._found = ()
+        self._results = ()
         self._clock.close()
 
     def _settle(self) -> None:

@@ -65,7 +65,7 @@ def _add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor) -> tuple[Tensor, 
 
 
 def _norm_of_total(x: Tensor, weight: Tensor) -> tuple[Tensor, ...]:
-    """Of a sum x that is a result too, as its backward sees it."""
+    """Give the norm of a sum x, and x, which is a result too."""
     return *_rms_norm(x, weight), x.clone()
 
 
@@ -115,12 +115,12 @@ class RowOperation:
             written -= sizes.tokens * (sizes.width * (item - 1) - 4 * -(-sizes.width // FP8_BLOCK))
         return read + written
 
-    def exact(self, given: Mapping[str, Tensor]) -> tuple[Tensor, ...]:
+    def exact(self, tensors: Mapping[str, Tensor]) -> tuple[Tensor, ...]:
         """Compute the results from tensors of float64."""
         if not self.outgoing:
-            return self.formula(*(given[name] for name in self.inputs))
-        leaves = [given[name].requires_grad_() for name in self.inputs]
-        return torch.autograd.grad(self.formula(*leaves), leaves, [given[name] for name in self.outgoing])
+            return self.formula(*(tensors[name] for name in self.inputs))
+        leaves = [tensors[name].requires_grad_() for name in self.inputs]
+        return torch.autograd.grad(self.formula(*leaves), leaves, [tensors[name] for name in self.outgoing])
 
     def bound(self, dtype: torch.dtype) -> float:
         return FLOAT8_BOUND if self.quantised else BOUNDS[dtype]
@@ -147,24 +147,24 @@ OPERATIONS = {
 
 
 def drawn(name: str, sizes: RowSizes, rank: int, device: torch.device) -> Tensors:
-    """Draw the tensors of an operation. swiglu_experts gets more rows than tokens, and `offsets` that tell so."""
-    found: Tensors = {}
+    """Draw the tensors of an operation. swiglu_experts gets more rows than tokens, and `offsets` of the used rows."""
+    tensors: Tensors = {}
     dtype: torch.dtype = getattr(torch, sizes.dtype)
     rows = sizes.tokens * (EXPERTS_CAPACITY if name == "swiglu_experts" else 1)
     for index, tensor in enumerate(OPERATIONS[name].tensors):
         source = generator("pointwise", rank, index, device=device)
         shape = (rows, sizes.width * ROWS[tensor]) if tensor in ROWS else (sizes.width,)
         # torch.randn would hold a float32 copy of the whole tensor.
-        found[tensor] = torch.empty(shape, dtype=dtype, device=device).normal_(generator=source)
+        tensors[tensor] = torch.empty(shape, dtype=dtype, device=device).normal_(generator=source)
     if name == "swiglu_experts":
-        found["offsets"] = torch.tensor([0, sizes.tokens // 2, sizes.tokens], dtype=torch.int32, device=device)
-    return found
+        tensors["offsets"] = torch.tensor([0, sizes.tokens // 2, sizes.tokens], dtype=torch.int32, device=device)
+    return tensors
 
 
 # Comparison.
 
 
-def error_of(name: str, found: tuple[Tensor, ...], given: Tensors, sizes: RowSizes) -> float:
+def error_of(name: str, results: tuple[Tensor, ...], tensors: Tensors, sizes: RowSizes) -> float:
     """Return the largest error of the results: of rows, relative to the largest element of the row; of gradients of
     vectors, relative to their largest. NaN is infinite.
 
@@ -172,34 +172,34 @@ def error_of(name: str, found: tuple[Tensor, ...], given: Tensors, sizes: RowSiz
     """
     operation = OPERATIONS[name]
     piece = max(1, PIECE_BYTES // (16 * sizes.width))
-    vectors = [given[each].double() for each in operation.tensors if each in VECTORS]
-    names = [each for each in operation.tensors if each in VECTORS]
+    vectors = {name: tensors[name].double() for name in operation.tensors if name in VECTORS}
     worst, sums = [], list[tuple[Tensor, ...]]()
-    with_rows = sum(each in ROWS for each in operation.written)
+    with_rows = sum(name in ROWS for name in operation.written)
     for begin in range(0, sizes.tokens, piece):
         rows = slice(begin, min(begin + piece, sizes.tokens))
-        exact = {each: given[each][rows].double() for each in operation.tensors if each in ROWS}
-        want = operation.exact(exact | {each: vector.clone() for each, vector in zip(names, vectors, strict=True)})
-        for mine, his in zip(_rows_of(operation, found, rows), want[:with_rows], strict=True):
-            worst.append(_furthest(mine, his, dim=-1))
+        exact = {name: tensors[name][rows].double() for name in operation.tensors if name in ROWS}
+        want = operation.exact(exact | {name: vector.clone() for name, vector in vectors.items()})
+        for result, wanted in zip(_rows_of(operation, results, rows), want[:with_rows], strict=True):
+            worst.append(_furthest(result, wanted, dim=-1))
         sums.append(want[with_rows:])
     total = reduce(lambda first, other: tuple(a + b for a, b in zip(first, other, strict=True)), sums)
-    worst += [_furthest(mine, his, dim=0) for mine, his in zip(found[len(found) - len(total) :], total, strict=True)]
+    gradients = results[len(results) - len(total) :]
+    worst += [_furthest(result, wanted, dim=0) for result, wanted in zip(gradients, total, strict=True)]
     largest = float(torch.stack(worst).max())
     return largest if largest == largest else torch.inf
 
 
-def _rows_of(operation: RowOperation, found: tuple[Tensor, ...], rows: slice) -> list[Tensor]:
-    count = sum(each in ROWS for each in operation.written)
+def _rows_of(operation: RowOperation, results: tuple[Tensor, ...], rows: slice) -> list[Tensor]:
+    count = sum(name in ROWS for name in operation.written)
     if not operation.quantised:
-        return [each[rows] for each in found[:count]]
-    values, scales, *others = found
-    return [dequantised(values[rows], scales[rows]), *(each[rows] for each in others)]
+        return [result[rows] for result in results[:count]]
+    values, scales, *others = results
+    return [dequantised(values[rows], scales[rows]), *(other[rows] for other in others)]
 
 
-def _furthest(found: Tensor, want: Tensor, dim: int) -> Tensor:
+def _furthest(result: Tensor, want: Tensor, dim: int) -> Tensor:
     largest = want.abs().amax(dim=dim, keepdim=True)
-    return ((found.double() - want) / largest).abs().max()
+    return ((result.double() - want) / largest).abs().max()
 
 
 def poison(tensor: torch.Tensor) -> None:

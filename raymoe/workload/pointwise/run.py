@@ -16,7 +16,7 @@ import torch
 from raymoe.config import Case
 from raymoe.errors import WrongResult, one_line
 from raymoe.memory.world import World
-from raymoe.workload.measure import Line, Measured, Step, Steps, measure, result_line
+from raymoe.workload.measure import Line, Samples, Step, Steps, measure, result_line
 from raymoe.workload.pointwise.operations import OPERATIONS, RowSizes, drawn, error_of, poison
 from raymoe.workload.pointwise.systems import COPIES, LIMITED, OURS, OWN, SYSTEMS, Compute, Results, Task, Unavailable
 from raymoe.workload.progress import Progress, step_listener
@@ -31,7 +31,7 @@ class RowClock(Protocol):
     def ready(self, make: Callable[[], Compute]) -> Callable[[], float]:
         """Make a function and prepare it to be timed; return a function that takes a sample, in microseconds.
 
-        It is made on the stream that is timed: a backward by autograd works on the stream of its forward.
+        The function is made on the stream that is timed: a backward by autograd works on the stream of its forward.
         """
 
     def results(self) -> Results:
@@ -44,19 +44,19 @@ def run_pointwise(case: Case, world: World, progress: Callable[[Progress], None]
     """Return a line for each system: its times, or why it has none."""
     job = case.job
     sizes = RowSizes.of(job)
-    asked = job.pointwise
+    section = job.pointwise
     task = Task(
-        asked.op,
-        drawn(asked.op, sizes, world.rank, world.device),
+        section.op,
+        drawn(section.op, sizes, world.rank, world.device),
         sizes,
-        None if asked.sms == "auto" else asked.sms,
-        None if asked.stages == "auto" else asked.stages,
+        None if section.sms == "auto" else section.sms,
+        None if section.stages == "auto" else section.stages,
     )
-    place = _Place(case, world, progress)
-    return [_line_of(system, index, task, place) for index, system in enumerate(SYSTEMS)]
+    run = _RunContext(case, world, progress)
+    return [_line_of(system, index, task, run) for index, system in enumerate(SYSTEMS)]
 
 
-class _Place:
+class _RunContext:
     """The case, the world and the listener of a run."""
 
     def __init__(self, case: Case, world: World, progress: Callable[[Progress], None]) -> None:
@@ -73,12 +73,12 @@ class _Place:
         return GpuClock(self.world, self.case.job.shape.tokens, self.case.job.steps.graph)
 
 
-def _line_of(system: str, index: int, task: Task, place: _Place) -> Line:
+def _line_of(system: str, index: int, task: Task, run: _RunContext) -> Line:
     """Measure a system. An error of one in OWN ends the run. An error of another system goes into its line."""
-    case, world = place.case, place.world
+    case, world = run.case, run.world
     label = f"{case.name}: {task.op} by {system}"
-    total, before = len(SYSTEMS) * place.steps.total, index * place.steps.total
-    with closing(place.clock()) as clock:
+    total, before = len(SYSTEMS) * run.steps.total, index * run.steps.total
+    with closing(run.clock()) as clock:
         reason, step = None, None
         try:
             step = RowStep(world, system, task, clock)
@@ -89,18 +89,18 @@ def _line_of(system: str, index: int, task: Task, place: _Place) -> Line:
                 raise
             reason = f"{type(error).__name__}: {one_line(str(error))}"
         reason = _first_reason(world, reason)
-        measured = None
+        samples = None
         if reason is None:
             assert step is not None
-            report = step_listener(place.progress, total, before)
+            report = step_listener(run.progress, total, before)
             try:
-                measured = measure(world, place.steps, step, report, label)
+                samples = measure(world, run.steps, step, report, label)
             except WrongResult as error:  # all ranks raise it at the same step
                 if system in OWN:
                     raise
                 reason = one_line(str(error))
         keys: Line = {"graph": clock.captured, "l2": None if world.device.type == "cpu" else "cold"}
-    return _line(case, task, system, measured, reason) | keys | {"device": _device(world)}
+    return _line(case, task, system, samples, reason) | keys | {"device": _device(world)}
 
 
 def _first_reason(world: World, reason: str | None) -> str | None:
@@ -112,7 +112,7 @@ def _device(world: World) -> str:
     return torch.cuda.get_device_name(world.device) if world.device.type == "cuda" else "cpu"
 
 
-def _line(case: Case, task: Task, system: str, measured: Measured | None, reason: str | None) -> Line:
+def _line(case: Case, task: Task, system: str, samples: Samples | None, reason: str | None) -> Line:
     keys: Line = {
         "case": case.name,
         "workload": case.job.workload,
@@ -125,9 +125,9 @@ def _line(case: Case, task: Task, system: str, measured: Measured | None, reason
         "sms": task.sms if system in LIMITED else None,
         "stages": task.stages if system == OURS else None,
     }
-    if measured is None:
+    if samples is None:
         return keys | {"samples": 0, "skipped": reason}
-    line = result_line(case, task.op, Traffic(0, 0), measured, 0) | keys
+    line = result_line(case, task.op, Traffic(0, 0), samples, 0) | keys
     us = float(str(line["us_p50"]))
     # A cold time is a difference of two samples, which may be negative for a few rows.
     return line | {
@@ -149,10 +149,10 @@ class RowStep:
         return Step((us,), self._error() if verify else None)
 
     def _error(self) -> float:
-        found = self._clock.results()
+        results = self._clock.results()
         if self._system in COPIES:
-            return 0.0 if bool((found[0] == 1).all()) else torch.inf
-        return error_of(self._task.op, found, self._task.tensors, self._task.sizes)
+            return 0.0 if bool((results[0] == 1).all()) else torch.inf
+        return error_of(self._task.op, results, self._task.tensors, self._task.sizes)
 
 
 class CpuClock:
@@ -172,7 +172,7 @@ class CpuClock:
     def _sample(self) -> float:
         self._world.barrier("pointwise: start")
         started = perf_counter_ns()
-        self._found = self._computed()
+        self._results = self._computed()
         return (perf_counter_ns() - started) / 1e3
 
     def _computed(self) -> Results:
@@ -180,8 +180,8 @@ class CpuClock:
         return self._compute()
 
     def results(self) -> Results:
-        for each in self._found:
-            poison(each)
+        for tensor in self._results:
+            poison(tensor)
         return self._computed()
 
     def close(self) -> None: ...

@@ -135,10 +135,10 @@ def test_report_compares_every_run_with_the_first(tmp_path: Path):
     assert "B against A: 3 operations in both: 3 slower" in lines
     assert "C against A: 3 operations in both: 3 within noise" in lines
     assert sum("** slower" in line for line in lines) == 3
-    told = [line.split() for line in lines]
-    assert ["commit", "0123456789ab", "fedcba987654"] in told
-    assert ["shape.tokens", "512", "1024"] in told
-    assert not any(line and line[0].startswith("world.") for line in told), "what is the same is not told"
+    facts = [line.split() for line in lines]
+    assert ["commit", "0123456789ab", "fedcba987654"] in facts
+    assert ["shape.tokens", "512", "1024"] in facts
+    assert not any(line and line[0].startswith("world.") for line in facts), "equal settings are left out"
     assert CONFIG["shape"]["tokens"] == 512  # type: ignore[index]
 
 

@@ -229,7 +229,7 @@ def test_colours_have_contrast(dark):
     for name in ("c0", "c1", "c2", "c3", "c4", "c5", "grey"):
         assert contrast(known[name], known["page"]) >= 4.5, name
     for name in ("ink", "muted", "link", "good", "bad", "warn", "none"):
-        assert min(contrast(known[name], known[behind]) for behind in ("page", "card")) >= 4.5, name
+        assert min(contrast(known[name], known[under]) for under in ("page", "card")) >= 4.5, name
     for share in (0.0, 0.25, 0.5, FULL - 0.001, FULL + 0.001, 0.9, 1.0):
         svg = heat_map(Heat("", 1, {(0, 0): share}, 1.0, "GB/s")).elements
         opacity = float(re.findall(r'fill-opacity="([\d.]+)"', svg)[0])
@@ -335,8 +335,8 @@ def test_a_disk_that_refuses_the_page_fails_a_run_that_was_done(monkeypatch, tmp
     monkeypatch.setattr("raymoe.report.directory.PAGE", "nothing")  # else it could not be removed at the start
     outcome = outcome_of(monkeypatch, tmp_path / "run", code)
     assert outcome.exit_code == ends
-    told = outcome.message if code == 0 else capsys.readouterr().err  # `run` prints the message of the outcome last
-    assert "cannot write" in told
+    message = outcome.message if code == 0 else capsys.readouterr().err  # `run` prints the message of the outcome last
+    assert "cannot write" in message
 
 
 def test_a_bug_of_the_page_is_told_and_changes_no_exit_code(monkeypatch, tmp_path, capsys):

@@ -4,9 +4,9 @@ import pytest
 
 from raymoe.errors import ConfigError
 from raymoe.report.columns import columns_of, shares_of_push, speedups
+from raymoe.report.compare import overview
 from raymoe.report.directory import RunDirectory
 from raymoe.report.environment import commit, environment
-from raymoe.report.overview import overview
 from raymoe.report.results import Line, Record, Summary
 from raymoe.report.tables import render
 from tests.unit.report.lines import complete_line, copy_case, exchange_case, gpu_exchange

@@ -13,7 +13,7 @@ import pytest
 import raymoe
 from raymoe.config import Job, load_job
 from raymoe.errors import CannotWrite, ClusterError, ConfigError
-from raymoe.report import copied, storage, transfer
+from raymoe.report import storage, transfer
 from raymoe.report.directory import RAY_JOB, RunDirectory
 from raymoe.report.opening import open_directory
 from raymoe.report.ray_job import run_name, version_notice
@@ -53,7 +53,7 @@ def results(path: Path, job: str = JOB) -> Path:
 
 def names(path: Path) -> list[str]:
     found = (str(each.relative_to(path)) for each in path.rglob("*") if each.is_file() or each.is_symlink())
-    return sorted(name for name in found if name != copied.RECORD)
+    return sorted(name for name in found if name != transfer.RECORD)
 
 
 PLAIN = ["config.yaml", "environment.json", "plots/a.svg", "summary.json"]
@@ -151,9 +151,9 @@ def test_a_later_copy_overwrites_no_file_that_it_did_not_write(tmp_path, record)
     transfer.unpack(transfer.pack(source, JOB), JOB, target)
     mine.write_text("mine")
     if record == "none":
-        (target / copied.RECORD).unlink()
+        (target / transfer.RECORD).unlink()
     elif record != "as it was":
-        (target / copied.RECORD).write_text(record)
+        (target / transfer.RECORD).write_text(record)
     (target / "summary.json").write_text("mine")
     (source / "summary.json").write_text('{"exit_code": 0}')
     (source / "report.html").write_text("<html>")

@@ -196,7 +196,8 @@ class GraphClock:
 
     def timed(self, work: Any) -> TimedOp:
         work()
-        found = next(cell.cell_contents for cell in work.__closure__ if isinstance(cell.cell_contents, GpuClock))._found
+        (clock,) = (cell.cell_contents for cell in work.__closure__ if isinstance(cell.cell_contents, GpuClock))
+        found = clock._results
         wanted = [each.clone() for each in found]
 
         def replay() -> None:
