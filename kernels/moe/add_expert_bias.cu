@@ -13,7 +13,7 @@ struct AddExpertBiasParams {
     const u8* weights;  // float32 [capacity], with WEIGHTED
     u8* out;            // bfloat16 [capacity][width * 8]
     ExpertLayout rows;
-    u32 width;  // of a row, in places of eight elements
+    u32 width;  // places of eight elements in a row
     u32 unused;
 };
 

@@ -11,16 +11,16 @@
 
 namespace raymoe {
 
-constexpr u32 COLUMNS = 256;  // of a block: eight of each lane; COLUMNS of raymoe/moe/expert_kernels.py
+constexpr u32 COLUMNS = 256;  // columns of a block, eight for each lane; COLUMNS of raymoe/moe/expert_kernels.py
 
 struct ExpertSumsParams {
     const u8* source;   // bfloat16 [capacity][width * 8]
     const u8* weights;  // float32 [capacity], with WEIGHTED
     u8* sums;           // float32 [experts][slices][width * 8]
     ExpertLayout rows;
-    u32 width;   // of a row, in places of eight elements
-    u32 slices;  // of each expert
-    u32 parts;   // of COLUMNS columns
+    u32 width;   // places of eight elements in a row
+    u32 slices;  // slices of each expert
+    u32 parts;   // parts of COLUMNS columns
     u32 unused;
 };
 
@@ -58,14 +58,14 @@ __device__ __forceinline__ void add_rows(const ExpertSumsParams& p, u64 begin, u
 __device__ __forceinline__ void sum_part(const ExpertSumsParams& p, u32 expert, u32 slice, u32 part, u32 shared) {
     const u32 lane = threadIdx.x % 32, first = first_row_of(p.rows, expert);
     const u32 count = ptx::load_4(p.rows.expert_counts + expert * 4ull);
-    const u32 each = (count + p.slices - 1) / p.slices;
-    const u32 begin = min(slice * each, count), end = min(begin + each, count);
+    const u32 length = (count + p.slices - 1) / p.slices;
+    const u32 begin = min(slice * length, count), end = min(begin + length, count);
     float sums[8] = {};
     add_rows(p, static_cast<u64>(first) + begin, min(p.rows.capacity, static_cast<u64>(first) + end), part * 32 + lane,
              sums);
-    const u32 mine = shared + (threadIdx.x / 32 * COLUMNS + lane * 8) * 4;
-    ptx::shared_store_16(mine, F32::pack(sums));
-    ptx::shared_store_16(mine + 16, F32::pack(sums + 4));
+    const u32 own = shared + (threadIdx.x / 32 * COLUMNS + lane * 8) * 4;
+    ptx::shared_store_16(own, F32::pack(sums));
+    ptx::shared_store_16(own + 16, F32::pack(sums + 4));
     __syncthreads();  // hands the sums of the warps to a thread for each column
     const u32 column = part * COLUMNS + threadIdx.x;
     float sum = 0.0f;

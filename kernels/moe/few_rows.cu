@@ -30,8 +30,8 @@ namespace raymoe {
 constexpr u32 FEW_ROWS_WARPS = 8;
 constexpr u32 FEW_ROWS_THREADS = FEW_ROWS_WARPS * 32;
 constexpr u32 GROUP_ROWS = 8, MOST_GROUPS = 3;
-constexpr u32 OUTPUTS = GATED ? 8 : 16;  // of a tile
-constexpr u32 STEP_BYTES = 64;           // of a row that four lanes load together: 32 columns
+constexpr u32 OUTPUTS = GATED ? 8 : 16;  // outputs of a tile
+constexpr u32 STEP_BYTES = 64;           // bytes of a row that four lanes load together, 32 columns
 
 struct FewRowsParams {
     const u8* x;               // bfloat16 [C][columns]
@@ -48,8 +48,8 @@ struct FewRowsParams {
 // A tile, and the rows of its expert.
 struct FewRowsTile {
     u32 expert;
-    u32 output;     // its first one
-    u32 first_row;  // of x and y
+    u32 output;     // its first output
+    u32 first_row;  // the first row in x and y
     u32 rows;
 };
 
@@ -83,7 +83,7 @@ __device__ __forceinline__ void store_pair(const FewRowsParams& p, const FewRows
     }
 }
 
-// The loads of one step: 32 columns of the tile's weight rows, and of GROUPS groups of 8 rows of x. Each is asked for
+// The loads of one step: 32 columns of the tile's weight rows, and of GROUPS groups of 8 rows of x. They begin
 // STAGES steps ahead.
 template <u32 GROUPS>
 struct Stage {
@@ -208,11 +208,12 @@ extern "C" __global__ void __launch_bounds__(raymoe::FEW_ROWS_THREADS, 2)
     few_rows(const __grid_constant__ raymoe::FewRowsParams p) {
     using namespace raymoe;
     extern __shared__ __align__(16) u32 listed[];  // u32[experts], then their number
-    const u32 tiles_each = p.outputs / OUTPUTS, tiles = list_experts(p, listed) * tiles_each;
+    const u32 per_expert = p.outputs / OUTPUTS;
+    const u32 tiles = list_experts(p, listed) * per_expert;
     const u32 warp = blockIdx.x * FEW_ROWS_WARPS + threadIdx.x / 32, warps = gridDim.x * FEW_ROWS_WARPS;
     for (u32 number = warp; number < tiles; number += warps) {
-        const u32 expert = listed[number / tiles_each];
-        const FewRowsTile tile{expert, number % tiles_each * OUTPUTS, ptx::load_4(p.expert_offsets + expert * 4ull),
+        const u32 expert = listed[number / per_expert];
+        const FewRowsTile tile{expert, number % per_expert * OUTPUTS, ptx::load_4(p.expert_offsets + expert * 4ull),
                                ptx::load_4(p.expert_counts + expert * 4ull)};
         multiply_rows(p, tile);
     }

@@ -1,12 +1,12 @@
-// The gradients of gated_activation.cu: from dh, and gate and up before their biases, to those of gate and up.
+// Computes the gradients of gated_activation.cu for gate and up, from dh, and from gate and up before their biases.
 //
 //   g, u = the clamped gate and up       s = sigmoid(alpha * g)
 //   d_gate = weight * dh * (u + up_plus) * s * (1 + alpha * g * (1 - s))    0 where gate > limit
 //   d_up = weight * dh * g * s                                              0 where |up| > limit
 //   d_weight = sum over the row of dh * g * s * (u + up_plus)
 //
-// They are those of the biased numbers, so the gradient of a bias is their sum over the rows of its expert
-// (expert_sums.cu). A warp takes a row and sums in a fixed order, so all of it is the same in every run. Rows in gaps
+// These gradients are those of the biased numbers, so the gradient of a bias is their sum over the rows of its expert
+// (expert_sums.cu). A warp takes a row and sums in a fixed order, so results are the same in every run. Rows in gaps
 // get zeros and are not read; rows from the last offset on are neither read nor written.
 
 #include "raymoe/moe/gated.cuh"
@@ -24,7 +24,7 @@ struct GatedActivationBackwardParams {
     GatedForm form;
 };
 
-// The gradients of eight elements of gate and up. Adds their part of the weight's gradient to `along`.
+// Returns the gradients of eight elements of gate and up. Adds their part of the weight's gradient to `along`.
 __device__ __forceinline__ GatePair gradients(const GatedForm& form, const GatePair& pair, const GatePair& bias,
                                               const ptx::Bytes16& of_h, float weight, float& along) {
     float gate[8], up[8], dh[8];

@@ -1,9 +1,9 @@
 // Chooses the experts of each token, best first, and computes their weights.
 //
 // A warp has a token. Its registers hold the scores of all experts, and no memory is shared. Each of TOPK rounds takes
-// the best score that is left: the best of a lane, of the warp (one instruction on integers), and of equal ones that
-// with the lowest id. Lane k keeps the choice of round k. NaN counts as larger than every number; the weights of such a
-// token are NaN, its ids are as distinct and as valid as those of any other.
+// the best score that is left: each lane finds its best, then one instruction on integers the best of the warp. Among
+// equal scores the lowest id wins. Lane k holds the choice of round k. NaN counts as larger than every number; the
+// weights of such a token are NaN, its ids are as distinct and as valid as those of any other.
 //
 // With GROUPS > 1, the experts of the best TOPK_GROUPS groups compete; a group's score is the sum of its two best. All
 // others then count as -infinity.
@@ -43,7 +43,7 @@ constexpr bool NORMALISES = false;
 constexpr u32 GROUP_LANES = EXPERTS / GROUPS / PER_LANE;
 static_assert(GROUPS == 1 || (GROUP_LANES * PER_LANE * GROUPS == EXPERTS && (GROUP_LANES & (GROUP_LANES - 1)) == 0),
               "a group has whole lanes, and their number is a power of two");
-static_assert(TOPK <= 32 && TOPK <= EXPERTS && TOPK_GROUPS <= GROUPS, "a lane keeps one choice");
+static_assert(TOPK <= 32 && TOPK <= EXPERTS && TOPK_GROUPS <= GROUPS, "a lane holds one choice");
 
 struct RouterParams {
     const u8* logits;  // [tokens][EXPERTS]
@@ -73,7 +73,7 @@ __device__ __forceinline__ void order_scores(const u8* bias, const float (&score
     }
 }
 
-// The two best of the group of this lane.
+// Finds the two best scores of this lane's group.
 __device__ __forceinline__ void best_two(const int (&orders)[PER_LANE], int& first, int& second) {
     first = orders[0];
     second = LEAST;
@@ -91,17 +91,17 @@ __device__ __forceinline__ void best_two(const int (&orders)[PER_LANE], int& fir
     }
 }
 
-// Leaves out the experts of all groups but the best. Of equal groups those with the lowest numbers stay.
+// Leaves out the experts of all groups but the best. Among equal groups those with the lowest numbers stay.
 __device__ __forceinline__ void keep_groups(int (&orders)[PER_LANE]) {
     int first, second;
     best_two(orders, first, second);
-    const int mine = order_of(float_of(first) + float_of(second));
+    const int own = order_of(float_of(first) + float_of(second));
     const u32 group = threadIdx.x % 32 / GROUP_LANES;
     u32 better = 0;
 #pragma unroll
     for (u32 other = 0; other < GROUPS; ++other) {
-        const int its = __shfl_sync(ALL_LANES, mine, other * GROUP_LANES);
-        better += its > mine || (its == mine && other < group);
+        const int its = __shfl_sync(ALL_LANES, own, other * GROUP_LANES);
+        better += its > own || (its == own && other < group);
     }
 #pragma unroll
     for (u32 i = 0; i < PER_LANE; ++i) {
@@ -109,29 +109,29 @@ __device__ __forceinline__ void keep_groups(int (&orders)[PER_LANE]) {
     }
 }
 
-// The best that is left, of equal ones that with the lowest id. Takes it out of `orders`.
+// Takes the best choice that is left out of `orders`; among equal ones that with the lowest id.
 __device__ __forceinline__ Choice take_best(const float (&scores)[PER_LANE], int (&orders)[PER_LANE]) {
-    int mine = orders[0];
+    int own = orders[0];
 #pragma unroll
     for (u32 i = 1; i < PER_LANE; ++i) {
-        mine = max(mine, orders[i]);
+        own = max(own, orders[i]);
     }
-    const int best = __reduce_max_sync(ALL_LANES, mine);
-    const u32 from = __ffs(__ballot_sync(ALL_LANES, mine == best)) - 1;
-    Choice found{0, 0.0f};
+    const int best = __reduce_max_sync(ALL_LANES, own);
+    const u32 from = __ffs(__ballot_sync(ALL_LANES, own == best)) - 1;
+    Choice choice{0, 0.0f};
     bool open = threadIdx.x % 32 == from;
 #pragma unroll
     for (u32 i = 0; i < PER_LANE; ++i) {
         const bool here = open && orders[i] == best;
         open = open && !here;
-        found.expert = here ? from * PER_LANE + i : found.expert;
-        found.score = here ? scores[i] : found.score;
+        choice.expert = here ? from * PER_LANE + i : choice.expert;
+        choice.score = here ? scores[i] : choice.score;
         orders[i] = here ? LEAST : orders[i];
     }
-    return {__shfl_sync(ALL_LANES, found.expert, from), __shfl_sync(ALL_LANES, found.score, from)};
+    return {__shfl_sync(ALL_LANES, choice.expert, from), __shfl_sync(ALL_LANES, choice.score, from)};
 }
 
-// From the scores of the chosen, one in each of the first TOPK lanes, to their weights.
+// Converts the chosen experts' scores to weights. Lane k holds the score of choice k.
 __device__ __forceinline__ float weight_of(float score, bool chosen) {
     if constexpr (SCORE == CHOSEN) {
         const float most = float_of(__reduce_max_sync(ALL_LANES, chosen ? order_of(score) : LEAST));
@@ -159,16 +159,16 @@ __device__ __forceinline__ void route_token(const RouterParams& p, u32 token) {
     if constexpr (GROUPS > 1) {
         keep_groups(orders);
     }
-    Choice mine{0, 0.0f};
+    Choice choice{0, 0.0f};
 #pragma unroll 1
     for (u32 k = 0; k < TOPK; ++k) {
-        const Choice found = take_best(scores, orders);
-        mine = lane == k ? found : mine;
+        const Choice best = take_best(scores, orders);
+        choice = lane == k ? best : choice;
     }
-    const float weight = weight_of(mine.score, lane < TOPK) * p.scale;
+    const float weight = weight_of(choice.score, lane < TOPK) * p.scale;
     if (lane < TOPK) {
         const u64 entry = static_cast<u64>(token) * TOPK + lane;
-        ptx::store_8(p.topk_idx + entry * 8, mine.expert);
+        ptx::store_8(p.topk_idx + entry * 8, choice.expert);
         ptx::store_4(p.topk_weights + entry * 4, __float_as_uint(weight));
     }
 }

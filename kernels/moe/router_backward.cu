@@ -25,7 +25,7 @@ constexpr bool NORMALISES = true;
 constexpr bool NORMALISES = false;
 #endif
 constexpr bool OVER_ALL = SCORE == SOFTMAX && !NORMALISES;
-static_assert(TOPK <= 32 && TOPK <= EXPERTS, "a lane keeps one choice");
+static_assert(TOPK <= 32 && TOPK <= EXPERTS, "a lane holds one choice");
 
 struct RouterBackwardParams {
     const u8* dweights;  // [tokens][TOPK] f32
@@ -36,18 +36,18 @@ struct RouterBackwardParams {
     float scale;
 };
 
-// The number of an expert, which another lane may hold.
+// Returns the number of an expert, which another lane may hold.
 __device__ __forceinline__ float number_of(const float (&numbers)[PER_LANE], u32 expert) {
-    float found = 0.0f;
+    float number = 0.0f;
 #pragma unroll
     for (u32 i = 0; i < PER_LANE; ++i) {
         const float other = __shfl_sync(ALL_LANES, numbers[i], expert / PER_LANE);
-        found = expert % PER_LANE == i ? other : found;
+        number = expert % PER_LANE == i ? other : number;
     }
-    return found;
+    return number;
 }
 
-// From the gradient of a choice's weight to that of its logit. All lanes call this; those without a choice give 0.
+// Converts the gradient of a choice's weight to that of its logit. All lanes call this; those without a choice give 0.
 __device__ __forceinline__ float chosen_gradient(float logit, float dweight, bool chosen) {
     if constexpr (SCORE == SIGMOID) {
         const float score = chosen ? 1.0f / (1.0f + expf(-logit)) : 0.0f;
@@ -80,13 +80,13 @@ __device__ __forceinline__ void add_choices(float (&numbers)[PER_LANE], u32 expe
 
 // Stores a row as load_logits reads one.
 __device__ __forceinline__ void store_row(u8* row, const float (&numbers)[PER_LANE]) {
-    constexpr u32 EACH = LOAD_BYTES / LOGIT_TYPE::BYTES;
+    constexpr u32 PER_LOAD = LOAD_BYTES / LOGIT_TYPE::BYTES;
     const u32 first = threadIdx.x % 32 * PER_LANE;
 #pragma unroll
-    for (u32 i = 0; i < PER_LANE; i += EACH) {
+    for (u32 i = 0; i < PER_LANE; i += PER_LOAD) {
         float wide[LOGIT_TYPE::COUNT] = {};
 #pragma unroll
-        for (u32 j = 0; j < EACH; ++j) {
+        for (u32 j = 0; j < PER_LOAD; ++j) {
             wide[j] = numbers[i + j];
         }
         const ptx::Bytes16 packed = LOGIT_TYPE::pack(wide);

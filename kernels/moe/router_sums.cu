@@ -2,7 +2,7 @@
 //
 // A block takes a run of tokens at a time and writes the sums of this run, so two blocks never share a word. A warp
 // adds up its own tokens in registers; the warps' sums meet in shared memory and are added in the order of warps. All
-// sums have a fixed order: results repeat bit for bit.
+// sums have a fixed order, so results repeat bit for bit.
 //
 // A token's scores sum to 1: softmax over all experts, or its sigmoids divided by their sum (SIGMOID_SCORES).
 
@@ -16,7 +16,7 @@
 
 namespace raymoe {
 
-constexpr u32 WARPS = 8;  // of a block
+constexpr u32 WARPS = 8;  // warps of a block
 
 struct RouterSumsParams {
     const u8* logits;    // [tokens][EXPERTS]
@@ -58,20 +58,20 @@ __device__ __forceinline__ void count_entries(const RouterSumsParams& p, u32 fir
 // All threads of a block call this. Stores the sums of each warp's tokens.
 __device__ __forceinline__ void sum_scores(const RouterSumsParams& p, u32 first, u32 last, float* sums) {
     const u32 warp = threadIdx.x / 32, lane = threadIdx.x % 32;
-    float mine[PER_LANE] = {};
+    float own[PER_LANE] = {};
     for (u32 token = first + warp; token < last; token += WARPS) {
         float scores[PER_LANE];
         load_logits(p.logits + static_cast<u64>(token) * EXPERTS * LOGIT_TYPE::BYTES, scores);
         to_shares(scores);
 #pragma unroll
         for (u32 i = 0; i < PER_LANE; ++i) {
-            mine[i] += scores[i];
+            own[i] += scores[i];
         }
     }
 #pragma unroll
     for (u32 i = 0; i < PER_LANE; ++i) {
         if (lane * PER_LANE + i < EXPERTS) {
-            sums[warp * EXPERTS + lane * PER_LANE + i] = mine[i];
+            sums[warp * EXPERTS + lane * PER_LANE + i] = own[i];
         }
     }
 }

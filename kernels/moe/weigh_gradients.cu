@@ -1,9 +1,9 @@
-// Gradients of rows that are multiplied by weights: of `weight * other` for each row, from dy.
+// Computes the gradients of `weight * other` for each row, from dy.
 //
 //   d_weight = sum over the row of dy * other, in float32 and in a fixed order, with DOTTED
 //   dy is multiplied by the weight in its place, with WEIGHTED: then it is the gradient of `other`
 //
-// BY_EXPERT: `other` is the bias of the row's expert, and rows in gaps have the sum 0. Else it is a row as dy is.
+// BY_EXPERT: `other` is the bias of the row's expert, and rows in gaps have the sum 0. Else it is a row like dy.
 //
 // A warp takes a row. Rows from the last offset on are neither read nor written.
 
@@ -31,7 +31,7 @@ struct WeighGradientsParams {
     const u8* weights;  // float32 [capacity], with WEIGHTED
     u8* d_weights;      // float32 [capacity], with DOTTED
     ExpertLayout rows;
-    u32 width;  // of a row, in places of 16 bytes
+    u32 width;  // 16-byte places of a row
     u32 unused;
 };
 

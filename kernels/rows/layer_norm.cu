@@ -19,7 +19,7 @@ __device__ __forceinline__ float sum_of(const Part<ROW_TYPE>& x) {
     float sum = 0.0f;
 #pragma unroll
     for (u32 i = 0; i < VECTORS; ++i) {
-        float values[8], part = 0.0f;  // a sum for each vector, because one chain of additions would wait for each
+        float values[8], part = 0.0f;  // a sum for each vector: in one chain each addition would wait for the last
         x.eights[i].unpack(values);
 #pragma unroll
         for (u32 j = 0; j < 8; ++j) {
@@ -30,7 +30,7 @@ __device__ __forceinline__ float sum_of(const Part<ROW_TYPE>& x) {
     return sum;
 }
 
-// Of (x - mean)^2; elements after the row's end do not count.
+// Sums (x - mean)^2. Elements after the row's end do not count.
 __device__ __forceinline__ float sum_of_squares(const Part<ROW_TYPE>& x, float mean) {
     float sum = 0.0f;
 #pragma unroll
@@ -54,7 +54,7 @@ extern "C" __global__ void __launch_bounds__(raymoe::PIPE_THREADS, raymoe::LEAST
     extern __shared__ __align__(128) u8 shared[];
     Pipe<1> pipe(p.work, p.inputs, shared);
     const Vector<WEIGHT_TYPE> weight(p.weight);
-    // Not kept where quantising needs the registers, or where fewer of them let more blocks fit on an SM.
+    // The bias stays in registers, unless quantising needs them, or fewer of them let more blocks fit on an SM.
     const Vector<WEIGHT_TYPE, !FP8 && (LOADING != Loading::ROW || !SHARES_SM)> bias(BIAS ? p.bias : p.weight);
     GroupSums sums(pipe.sums());
     pipe.run([&](const Tile& tile) {

@@ -1,10 +1,10 @@
-// The gradient of LayerNorm: from dy and x to dx, and to the gradients of weight and bias as sums of each group.
+// Computes the gradient of LayerNorm: dx from dy and x, and each group's sums for the gradients of weight and bias.
 //
 //   c = x - mean    factor = 1 / sqrt(mean(c^2) + eps)    g = dy * weight
 //   dx = factor * (g - mean(g) - c * factor^2 * mean(g * c))
 //   d_weight = sum over rows of dy * c * factor    d_bias = sum over rows of dy
 //
-// Mean and factor are computed again. A group of warps holds x and dy in registers, or takes them again
+// Mean and factor are computed again. A group of warps holds x and dy in registers, or loads them again
 // (rows/gradients.cuh). dx takes the place of x in the stage.
 
 #include "raymoe/rows/gradients.cuh"
@@ -15,7 +15,7 @@ __device__ __forceinline__ float sum_of(const RowAgain<ROW_TYPE>& x) {
     float sum = 0.0f;
 #pragma unroll
     for (u32 i = 0; i < VECTORS; ++i) {
-        float a[8], part = 0.0f;  // a sum for each vector, because one chain of additions would wait for each
+        float a[8], part = 0.0f;  // a sum for each vector: in one chain each addition would wait for the last
         x.unpack(i, a);
 #pragma unroll
         for (u32 j = 0; j < 8; ++j) {
@@ -26,7 +26,7 @@ __device__ __forceinline__ float sum_of(const RowAgain<ROW_TYPE>& x) {
     return sum;
 }
 
-// The sums of c^2, of g * c and of g. Elements after the row's end do not count: their dy and weight are zero.
+// Adds c^2, g * c and g to the sums. Elements after the row's end do not count: their dy and weight are zero.
 __device__ __forceinline__ void add_to(float (&sums)[3], const RowAgain<ROW_TYPE>& x, float mean,
                                        const RowAgain<ROW_TYPE>& dy, const Vector<WEIGHT_TYPE>& weight) {
 #pragma unroll

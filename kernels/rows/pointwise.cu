@@ -1,8 +1,8 @@
-// An expression of each element of some inputs, which the caller gives: EXPRESSION, in float variables v0, v1, ...
+// Computes EXPRESSION, in float variables v0, v1, ..., for each element of some inputs.
 //
-// It comes from a parser that knows a few operators and functions, never from a user's text as it is. An input is FULL
-// (rows that are streamed), ROW (one vector for all rows) or COLUMN (one element for each row). KINDS lists them; there
-// is at least one FULL input.
+// The expression comes from a parser that knows a few operators and functions, never from a user's text as it is. An
+// input is FULL (rows that are streamed), ROW (one vector for all rows) or COLUMN (one element for each row). KINDS
+// lists them; there is at least one FULL input.
 //
 // A group computes a piece of a row (rows/pieces.cuh). The result takes the place of the first FULL input in the stage.
 
@@ -19,7 +19,7 @@ namespace raymoe {
 
 enum Kind : u32 { FULL, ROW, COLUMN };
 
-constexpr u32 MOST_INPUTS = 9;  // of an expression's derivative: eight, and the gradient of its result
+constexpr u32 MOST_INPUTS = 9;  // the eight of an expression, and the gradient of its result
 
 __device__ constexpr u32 count_of_inputs() {
     constexpr Kind kinds[] = {KINDS};
@@ -33,11 +33,11 @@ __device__ constexpr Kind kind_of(u32 input) {
 
 // The number of FULL inputs before `input`.
 __device__ constexpr u32 stream_of(u32 input) {
-    u32 found = 0;
+    u32 streams = 0;
     for (u32 i = 0; i < input; ++i) {
-        found += kind_of(i) == FULL ? 1 : 0;
+        streams += kind_of(i) == FULL ? 1 : 0;
     }
-    return found;
+    return streams;
 }
 
 constexpr u32 INPUTS = count_of_inputs(), STREAMS = stream_of(INPUTS);
@@ -45,7 +45,7 @@ static_assert(INPUTS <= MOST_INPUTS && STREAMS >= 1, "");
 
 struct PointwiseParams {
     PipeRows streams[MOST_INPUTS];  // FULL inputs, one after the other
-    PipeRows vectors[MOST_INPUTS];  // of ROW and COLUMN inputs, in the place of the input
+    PipeRows vectors[MOST_INPUTS];  // ROW and COLUMN inputs, at the number of the input
     PipeRows out;                   // it has the offset of the first stream
     PipeWork work;
 };

@@ -52,7 +52,7 @@ __device__ __forceinline__ float sum_of_squares(const Part<ROW_TYPE>& x) {
     float sum = 0.0f;
 #pragma unroll
     for (u32 i = 0; i < VECTORS; ++i) {
-        float values[8], part = 0.0f;  // a sum for each vector, because one chain of additions would wait for each
+        float values[8], part = 0.0f;  // a sum for each vector: in one chain each addition would wait for the last
         x.eights[i].unpack(values);
 #pragma unroll
         for (u32 j = 0; j < 8; ++j) {

@@ -6,7 +6,7 @@
 // With ADD, x is a sum that was stored as well (rms_norm.cu), and its own gradient is added to dx before rounding.
 //
 // The factor is computed again, because both sums over a row need one pass. A group of warps holds x and dy in
-// registers, or takes them again (rows/gradients.cuh). dx takes the place of x in the stage.
+// registers, or loads them again (rows/gradients.cuh). dx takes the place of x in the stage.
 
 #include "raymoe/rows/gradients.cuh"
 
@@ -16,7 +16,7 @@
 
 namespace raymoe {
 
-// The sums of x^2 and of dy * weight * x.
+// Adds x^2 and dy * weight * x to the sums.
 __device__ __forceinline__ void add_to(float (&sums)[2], const RowAgain<ROW_TYPE>& x, const RowAgain<ROW_TYPE>& dy,
                                        const Vector<WEIGHT_TYPE>& weight) {
 #pragma unroll

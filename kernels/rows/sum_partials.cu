@@ -1,7 +1,7 @@
 // Adds the rows of partial sums that the groups of a backward kernel have stored, always in the same order.
 //
 // A block has COLUMNS columns of one vector. Its warps take every 16th row, each thread four columns; then the first
-// warp adds their sums. The partials are few enough to be in the L2 cache still.
+// warp adds their sums. The partials are so few that the L2 cache still has them.
 
 #include "raymoe/base/vectors.cuh"
 
@@ -18,7 +18,7 @@ struct SumPartialsParams {
     u8* out[2];          // [hidden], one for each vector
     u32 rows;
     u32 hidden;
-    u32 parts;  // of COLUMNS columns, for each vector
+    u32 parts;  // parts of each vector, of COLUMNS columns
     u32 vectors;
 };
 
@@ -26,11 +26,11 @@ struct Four {
     float values[4];
 
     __device__ __forceinline__ void add(const ptx::Bytes16& row) {
-        float found[4];
-        F32::unpack(row, found);
+        float wide[4];
+        F32::unpack(row, wide);
 #pragma unroll
         for (u32 j = 0; j < 4; ++j) {
-            values[j] += found[j];
+            values[j] += wide[j];
         }
     }
 };
@@ -61,8 +61,8 @@ __device__ __forceinline__ void sum_part(const SumPartialsParams& p, u32 vector,
     const bool there = column < p.hidden;
     const u64 row_bytes = p.hidden * 4ull;
     const u8* const first = p.partials + vector * p.rows * row_bytes + (there ? column : 0) * 4ull;
-    const Four mine = sum_of_rows(first, warp, p.rows, row_bytes);
-    ptx::shared_store_16(shared + (warp * COLUMNS + lane * 4) * 4, F32::pack(mine.values));
+    const Four own = sum_of_rows(first, warp, p.rows, row_bytes);
+    ptx::shared_store_16(shared + (warp * COLUMNS + lane * 4) * 4, F32::pack(own.values));
     __syncthreads();  // hands the warps' sums to the first warp
     if (warp == 0 && there) {
         Four sum = {};

@@ -1,7 +1,7 @@
 // SwiGLU of rows: out = silu(gate) * up, where a row holds its gate, then its up. Both halves are inputs of their own.
 //
-// With `end`, a count on the device, only rows before it are computed: rows of experts end there, and the time is that
-// of the rows that are there. Rows from it on keep what they held.
+// With `end`, a count on the device, only rows before it are computed and take time: the rows of experts end there.
+// Rows from it on are not written.
 //
 // With WEIGHTED, out = weight * silu(gate) * up, where each row has a weight in float32. It is rounded once.
 //
@@ -20,7 +20,7 @@ static_assert(!FP8 || !WEIGHTED, "8-bit results have no weights");
 
 struct SwigluParams {
     PipeRows inputs[2];  // gate; up
-    PipeRows out;        // if it is not quantised; it has the offset of the gate
+    PipeRows out;        // unused if results are quantised; it has the offset of the gate
     PipeFp8 fp8;
     PipeWork work;
     const u8* end;      // int32, or null

@@ -1,8 +1,8 @@
-// The gradient of SwiGLU: from dy and the halves of a row, gate and up, to the gradients of both halves.
+// Computes the gradient of SwiGLU for both halves of a row, gate and up, from dy and these halves.
 //
 //   s = sigmoid(gate)    d_gate = dy * up * s * (1 + gate * (1 - s))    d_up = dy * gate * s
 //
-// Rows, pieces and `end` as in swiglu.cu. The gradients take the places of gate and up in the stage.
+// Rows, pieces and `end` are those of swiglu.cu. The gradients take the places of gate and up in the stage.
 //
 // With WEIGHTED, dy is the gradient of weight * silu(gate) * up, with a weight for each row. Both gradients are then
 // multiplied by the weight, which has a gradient too:
@@ -27,7 +27,7 @@ struct SwigluBackwardParams {
     u8* piece_sums;     // float32 [pieces][rows], with WEIGHTED
 };
 
-// Puts the gradients of a row of a tile, and returns this thread's part of the sum of dy * silu(gate) * up.
+// Stores the gradients of a row of a tile, and returns this thread's part of the sum of dy * silu(gate) * up.
 __device__ __forceinline__ float put_gradients_of_row(const SwigluBackwardParams& p, const Tile& tile, u32 r) {
     const float weight = weight_of_row(p.weights, tile, r);
     float along = 0.0f;

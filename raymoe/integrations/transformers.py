@@ -39,7 +39,7 @@ class Registration:
     """
 
     def __init__(self, name: str, tokens: int, backend: str, capacity: int | str, timeout_s: float) -> None:
-        # A model makes its exchanges in its first forward pass. Mistakes are told before it is loaded.
+        # A model makes its exchanges in its first forward pass. Wrong arguments raise before it is loaded.
         ExchangeSpec(tokens, hidden=8, experts=1, topk=1, capacity=capacity)
         if backend not in BACKENDS:
             raise ConfigError(f"backend is {backend!r}; it is one of {', '.join(backends_of('cpu', 'cuda'))}")
@@ -119,7 +119,7 @@ def register(
     """Make raymoe known to transformers, for `DistributedConfig(ep_implementation=name)`.
 
     `tokens` is the most that a rank gives to a layer at once: batch times length, and not padded to it. `capacity`
-    limits the rows that a rank receives, which training keeps for each layer. `timeout_s` bounds every wait for a peer.
+    limits the rows that a rank receives, which training saves for each layer. `timeout_s` bounds every wait for a peer.
 
     Where one rank gives more tokens, all ranks refuse that step, and the next one works. On CPUs all raise DataRefused.
     On GPUs the output is NaN on all ranks, this rank warns, and `check` of the result raises.
@@ -138,18 +138,18 @@ class RaymoeExperts(EPImplementation):  # type: ignore[misc]
         self, hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor
     ) -> torch.Tensor:
         """Return the weighted sum of its experts' results for each token."""
-        given = hidden_states, top_k_index, top_k_weights
+        tokens = hidden_states, top_k_index, top_k_weights
         if self.tp_mesh.size() == 1:
-            return self._apply(*given)
-        # The ranks of a tensor-parallel group have the same tokens; each takes its part of them.
+            return self._apply(*tokens)
+        # The ranks of a tensor-parallel group have the same tokens; every rank takes its part of them.
         from torch.distributed.tensor import DTensor, Replicate, Shard
 
         def part(whole: torch.Tensor) -> torch.Tensor:
             replicated = DTensor.from_local(whole, self.tp_mesh, [Replicate()], run_check=False)
-            mine: torch.Tensor = replicated.redistribute(placements=[Shard(0)]).to_local()
-            return mine
+            local: torch.Tensor = replicated.redistribute(placements=[Shard(0)]).to_local()
+            return local
 
-        y = self._apply(*(part(each) for each in given))
+        y = self._apply(*(part(whole) for whole in tokens))
         shape, stride = hidden_states.shape, hidden_states.stride()
         sharded = DTensor.from_local(y, self.tp_mesh, [Shard(0)], run_check=False, shape=shape, stride=stride)
         whole: torch.Tensor = sharded.full_tensor()
@@ -169,8 +169,9 @@ class RaymoeExperts(EPImplementation):  # type: ignore[misc]
                     RuntimeWarning,
                     stacklevel=2,
                 )
-        given = x.contiguous(), ids.contiguous(), weights.float().contiguous()
-        got = dispatch(exchange, *given, count, site=self._number)
+        got = dispatch(
+            exchange, x.contiguous(), ids.contiguous(), weights.float().contiguous(), count, site=self._number
+        )
         try:
             rows = self._rows(got)
         except Exception:

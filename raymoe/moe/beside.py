@@ -1,12 +1,12 @@
 """Run a module on a stream of its own, beside work on the current stream: eagerly, in a capture, in the backward pass.
 
 - **Order.** The module waits for the work that was enqueued before `beside`, and the work after the `with` waits for
-  the module. Events tell both, so a capture holds them as edges of its graph.
+  the module. Both waits are events, so a capture has them as edges of its graph.
 - **Backward.** torch runs the gradients of an operation on the stream of its forward call, and orders the streams.
-- **Memory.** torch gives freed memory again to the stream that it was allocated on, at once. The result is allocated on
-  the side stream and read on the other; with gradients the module's input is read on the side stream when it is freed.
-  `record_stream` tells torch to wait for those readers. In a capture it keeps such memory out of use until the capture
-  ends: a captured layer holds its result, and with gradients its input, for itself.
+- **Memory.** torch reuses freed memory at once on the stream that it was allocated on. The result is allocated on the
+  side stream and read on the other. With gradients, the side stream may still read the module's input when it is freed.
+  `record_stream` makes torch wait for those readers. In a capture nothing else uses such memory until the capture ends:
+  a captured layer holds its result, and with gradients its input, for itself.
 - **No deadlock.** Kernels of an exchange wait for other ranks, and all their blocks must be resident. A module's
   kernels may hold SMs that they need, but wait for nothing, so they end and give them back.
 """
@@ -35,11 +35,11 @@ class SideStream:
     @contextmanager
     def beside(self, module: nn.Module, x: torch.Tensor) -> Iterator[Beside]:
         """Run `module(x)` beside the work inside. It begins where the work calls `start`."""
-        made = Beside(self._stream, self._device, module, x)
+        call = Beside(self._stream, self._device, module, x)
         try:
-            yield made
+            yield call
         finally:  # also after an error: a capture must not end while a stream is apart
-            made.join()
+            call.join()
 
     def close(self, together: bool) -> None:
         """Do nothing: torch owns its streams."""
@@ -56,7 +56,7 @@ class Beside:
         self._result: torch.Tensor | None = None
 
     def start(self) -> None:
-        """Enqueue the module now. It waits only for what was enqueued before this object was made."""
+        """Enqueue the module now. It waits only for what was enqueued before this object existed."""
         self._stream.wait_event(self._ready)
         self._started = True
         if torch.is_grad_enabled():

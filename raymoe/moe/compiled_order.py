@@ -4,12 +4,12 @@ All ranks must run the same operations in one order. Inductor orders kernels by 
 different numbers of tokens would run two independent exchanges in different orders. Inductor also leaves out kernels
 whose results are empty or unused, and its peers would wait for them.
 
-Here each operation becomes a kernel of Inductor that reads, by name only, the result of the operation before it in the
-graph, and that has a side effect. Graphs list operations in the order of the program, in backward passes too. Other
+This module makes each operation a kernel of Inductor with a side effect, which reads, by name only, the result of the
+operation before it in the graph. Graphs list operations in the order of the program, in backward passes too. Other
 compilers run them in that order.
 
-torch's own means fall short. An effect token (`torch._higher_order_ops.effects`) forbids that activation checkpointing
-computes an operation again. A tensor that all operations change makes it compute all layers again at once.
+torch's own means do not suffice. With an effect token (`torch._higher_order_ops.effects`) activation checkpointing may
+not compute an operation again. With a tensor that all operations change, it computes all layers again at once.
 """
 
 from __future__ import annotations
@@ -59,19 +59,19 @@ def _lower(operators: tuple[Any, ...]) -> None:
             graph.graph.raymoe_last_call = self
 
         def get_read_writes(self) -> Any:
-            found = super().get_read_writes()
+            accesses = super().get_read_writes()
             if self.before is not None:
-                found.reads.add(dependencies.StarDep(self.before.get_name()))
-            return found
+                accesses.reads.add(dependencies.StarDep(self.before.get_name()))
+            return accesses
 
         def has_side_effects(self) -> bool:
             return True
 
-    def wrapped(each: Any) -> Any:
-        if not isinstance(each, ir.IRNode):
-            return each
-        wrap = getattr(each, "wrap_for_lowering", None)  # since torch 2.13
-        return ir.TensorBox.create(each) if wrap is None else wrap()
+    def wrapped(result: Any) -> Any:
+        if not isinstance(result, ir.IRNode):
+            return result
+        wrap = getattr(result, "wrap_for_lowering", None)  # since torch 2.13
+        return ir.TensorBox.create(result) if wrap is None else wrap()
 
     def lower(operator: Any, *arguments: Any, **options: Any) -> Any:
         results = OrderedKernel.create(operator, *arguments, **options)

@@ -5,12 +5,12 @@ The four operators are `raymoe::dispatch`, `raymoe::combine`, and their backward
 kernels find it, and the sizes of results. Everything else is in tensors. So `torch.compile` traces through them without
 an exchange, and selective checkpointing sees them by name.
 
-- The backward of dispatch is a combine without weights. The gradients of the weights travel home with it: each entry
+- The backward of dispatch is a combine without weights, which also returns the gradients of the weights. Each entry
   (token, k) has its expert on one rank, which sends one float32 for it.
 - The backward of combine is a dispatch of dy. Rows get the same places as in the forward. Where the backend
   `keeps_places`, nothing is counted again and no ids are sent; elsewhere the ids are dispatched again.
 - The result of a dispatch owns its rows. The exchange's own memory for rows is not used, so its spec may have depth 0.
-- A captured operator keeps nothing alive, like torch's own. The memory pool of the graph keeps its results.
+- A captured operator keeps nothing alive, like torch's own. Its results are in the memory pool of the graph.
 - Operations are collective, in the backward pass too: all ranks run it, with the same inputs requiring gradients.
 - A compiled function runs them in the order of the program, and runs all of them, also where a rank has no tokens or
   uses no result. `compiled_order.py` keeps the order. In a compiled forward pass each call also changes
@@ -35,7 +35,7 @@ from raymoe.rows.direct import refuse_derivatives
 
 @dataclass(frozen=True)
 class ExpertRows:
-    """The rows for this rank's experts, which they own, and what a combine needs.
+    """The rows for this rank's experts, which this object owns, and what a combine needs.
 
     Rows of local expert e are `x[expert_offsets[e]:][:expert_counts[e]]`. On CPU ranks all other rows are zero. On GPUs
     those in gaps are what the spec's `padding` says. Rows and weights from `expert_offsets[L]` on are unspecified, and
@@ -50,7 +50,7 @@ class ExpertRows:
     routing: list[torch.Tensor]
     """The ids, the metadata of the dispatch, the experts' offsets, and the number of tokens if one was given."""
     site: int = 0
-    """The number of the call site that the dispatch was given."""
+    """The number of the dispatch's call site."""
 
 
 def dispatch(
@@ -94,8 +94,8 @@ def dispatch(
 def combine(exchange: Exchange, rows: torch.Tensor, got: ExpertRows, weighted: bool = True) -> torch.Tensor:
     """Sum the experts' results of each token into `y[T', H]`, with gradients for `rows` and for the weights.
 
-    With `weighted`, the weights are applied here, and `rows` are kept for the backward pass. Without, the experts have
-    applied `got.weights`, which costs them less than it costs here.
+    With `weighted`, this applies the weights and saves `rows` for the backward pass. Without, the experts have applied
+    `got.weights`, which costs them less than it costs here.
     """
     if got.exchange is not exchange:
         raise ConfigError("got comes from another exchange; combine takes the result of this exchange's dispatch")
@@ -108,7 +108,7 @@ def combine(exchange: Exchange, rows: torch.Tensor, got: ExpertRows, weighted: b
 
 
 def refuse(exchange: Exchange, got: ExpertRows) -> None:
-    """Call this in the place of combine where the experts raised on this rank. Raises DataRefused, on all ranks."""
+    """Raise DataRefused on all ranks: a rank whose experts raised calls this in the place of combine."""
     exchange.refuse(_restored(exchange, got.site, got.x.detach(), got.weights.detach(), got.routing))
 
 
@@ -148,14 +148,14 @@ def _dispatch(
     topk_weights: torch.Tensor,
     num_tokens: list[torch.Tensor],
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    found = _found(exchange)
-    rows = _new_rows(found, x.dtype) if found.spec.layout == "expert" else None
-    got = found.dispatch_unkept(Tokens(x, topk_idx, topk_weights, _only(num_tokens), site=site), rows)
+    used = _exchange_of(exchange)
+    rows = _new_rows(used, x.dtype) if used.spec.layout == "expert" else None
+    got = used.dispatch_unkept(Tokens(x, topk_idx, topk_weights, _only(num_tokens), site=site), rows)
     rows = expert_major(got) if rows is None else rows
-    # Where the four are views of one block of metadata, they are copied: outputs must not share memory.
+    # On GPUs they are views of one block of metadata. Outputs must not share memory, so they are copied.
     small = (got.weights, got.expert_offsets, got.expert_counts)
-    weights, offsets, counts = (each.clone() if found.world.device.type == "cuda" else each for each in small)
-    return rows, weights, offsets, counts, found.pack(got)
+    weights, offsets, counts = (part.clone() if used.world.device.type == "cuda" else part for part in small)
+    return rows, weights, offsets, counts, used.pack(got)
 
 
 def _fake_dispatch(
@@ -182,8 +182,8 @@ def _combine(
     routing: list[torch.Tensor],
     weighted: bool,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    found = _found(exchange)
-    y = found.combine_unkept(rows.contiguous(), _restored(found, site, rows, weights, routing), weighted)
+    used = _exchange_of(exchange)
+    y = used.combine_unkept(rows.contiguous(), _restored(used, site, rows, weights, routing), weighted)
     new = torch.zeros if y.device.type == "cpu" else torch.empty  # nobody reads it; on GPUs zeros would be a kernel
     return y, new(1, dtype=torch.int32, device=y.device)
 
@@ -206,9 +206,9 @@ def _combine_gradients(
     exchange: list[int], site: int, rows: torch.Tensor, weights: torch.Tensor, routing: list[torch.Tensor]
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """The backward pass of dispatch: the gradients of `x` and of `topk_weights`."""
-    found = _found(exchange)
+    used = _exchange_of(exchange)
     rows, weights = rows.contiguous(), weights.contiguous()
-    return found.combine_gradients(rows, weights, _restored(found, site, rows, weights, routing))
+    return used.combine_gradients(rows, weights, _restored(used, site, rows, weights, routing))
 
 
 def _fake_combine_gradients(
@@ -221,19 +221,19 @@ def _fake_combine_gradients(
 
 @torch.library.impl("raymoe::dispatch_gradients", _DEVICES)
 def _dispatch_gradients(exchange: list[int], site: int, dy: torch.Tensor, routing: list[torch.Tensor]) -> torch.Tensor:
-    """The backward pass of combine: dy of each entry's token in the entry's place."""
-    found, dy = _found(exchange), dy.contiguous()
-    rows, weights = _new_rows(found, dy.dtype), torch.zeros(routing[0].shape, device=dy.device)
-    got = _restored(found, site, rows, weights, routing)
-    if found.keeps_places:
-        found.dispatch_known(dy, got, rows)
+    """The backward pass of combine: dy of an entry's token in the entry's place."""
+    used, dy = _exchange_of(exchange), dy.contiguous()
+    rows, weights = _new_rows(used, dy.dtype), torch.zeros(routing[0].shape, device=dy.device)
+    got = _restored(used, site, rows, weights, routing)
+    if used.keeps_places:
+        used.dispatch_known(dy, got, rows)
         return rows
     topk_idx, _, _, *num_tokens = routing
     keep_for_current_stream(topk_idx, *num_tokens)  # the caller gave them to the dispatch, perhaps on another stream
     tokens = Tokens(dy, topk_idx, weights, _only(num_tokens), site=site)
-    if found.spec.layout == "rank":
-        return expert_major(found.dispatch_again(tokens, got, None))
-    found.dispatch_again(tokens, got, rows)
+    if used.spec.layout == "rank":
+        return expert_major(used.dispatch_again(tokens, got, None))
+    used.dispatch_again(tokens, got, rows)
     return rows
 
 
@@ -245,10 +245,10 @@ def _fake_dispatch_gradients(
     return dy.new_empty(exchange[1], dy.shape[1])
 
 
-# Their shared parts.
+# The shared parts of the operators.
 
 
-def _found(numbers: list[int]) -> Exchange:
+def _exchange_of(numbers: list[int]) -> Exchange:
     return Exchange.of_handle(numbers[0])
 
 
@@ -257,7 +257,7 @@ def _only(num_tokens: list[torch.Tensor]) -> torch.Tensor | None:
 
 
 def _new_rows(exchange: Exchange, dtype: torch.dtype) -> torch.Tensor:
-    """Allocate the rows of a dispatch; on CPU ranks those in gaps are zero."""
+    """Allocate the rows of a dispatch. On CPU ranks they are zero, so rows in gaps are."""
     spec, world = exchange.spec, exchange.world
     new = torch.zeros if world.device.type == "cpu" else torch.empty
     rows: torch.Tensor = new(spec.rows(world.size), spec.hidden, dtype=dtype, device=world.device)
@@ -277,12 +277,12 @@ def expert_major(got: Dispatched) -> torch.Tensor:
 def _restored(
     exchange: Exchange, site: int, rows: torch.Tensor, weights: torch.Tensor, routing: list[torch.Tensor]
 ) -> Dispatched:
-    """Make the result of the dispatch again, whose combine this is."""
+    """Make the result of the dispatch again that this combines."""
     topk_idx, metadata, _, *num_tokens = routing
     return exchange.unpack(metadata, rows, weights, Ids(topk_idx, *num_tokens), site)
 
 
-def _keep_for_dispatch(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, ...]) -> None:
+def _save_for_dispatch(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, ...]) -> None:
     exchange, site, _, topk_idx, _, num_tokens = inputs
     ctx.exchange, ctx.site = exchange, site
     ctx.save_for_backward(topk_idx, output[-1], output[2], *num_tokens)
@@ -298,11 +298,11 @@ def _dispatch_backward(ctx: Any, rows: torch.Tensor, weights: torch.Tensor, *_: 
 
 def _refuse_second_derivative(*gradients: torch.Tensor) -> None:
     """Raise in a backward pass with `create_graph`, whose graph would lack terms."""
-    if torch.is_grad_enabled() and any(each.requires_grad for each in gradients):
+    if torch.is_grad_enabled() and any(gradient.requires_grad for gradient in gradients):
         raise ConfigError("dispatch and combine have no second derivative: call backward without create_graph")
 
 
-def _keep_for_combine(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, ...]) -> None:
+def _save_for_combine(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, ...]) -> None:
     exchange, site, rows, weights, routing, weighted = inputs
     ctx.exchange, ctx.site, ctx.weighted = exchange, site, weighted
     ctx.save_for_backward(*routing, *([rows, weights] if weighted else []))
@@ -326,5 +326,5 @@ torch.library.register_fake("raymoe::dispatch", _fake_dispatch)
 torch.library.register_fake("raymoe::combine", _fake_combine)
 torch.library.register_fake("raymoe::combine_gradients", _fake_combine_gradients)
 torch.library.register_fake("raymoe::dispatch_gradients", _fake_dispatch_gradients)
-torch.library.register_autograd("raymoe::dispatch", _dispatch_backward, setup_context=_keep_for_dispatch)
-torch.library.register_autograd("raymoe::combine", _combine_backward, setup_context=_keep_for_combine)
+torch.library.register_autograd("raymoe::dispatch", _dispatch_backward, setup_context=_save_for_dispatch)
+torch.library.register_autograd("raymoe::combine", _combine_backward, setup_context=_save_for_combine)

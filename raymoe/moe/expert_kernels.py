@@ -316,7 +316,7 @@ class WeighGradientsParams(Params):
 
 @dataclass(frozen=True)
 class WeighGradients(ExpertKernel):
-    """From dy[C, N]: d_weights = sum over each row of dy * other, and dy * weights in the place of dy.
+    """d_weights = sum over each row of dy[C, N] * other, and dy * weights in the place of dy.
 
     The first needs `other` and `d_weights`, the second `weights`. `other` is [C, N], or the bias [L, N] of each expert,
     with places that have counts.

@@ -1,7 +1,7 @@
 """Work on the rows of experts between and after their products: biases, gated activations, and their gradients.
 
-Only rows before the last offset are read or written, which matters on GPUs: there is memory for the rows of all ranks'
-tokens, and about one in R of them is there. The host reads no offset of a GPU's, so all of it can be captured.
+Only rows before the last offset are read or written. That matters on GPUs, which have memory for the rows of all ranks'
+tokens and get about one in R of them. The host reads no offset of a GPU's, so everything can be captured.
 
 Sums over the rows of an expert are float32, in an order that depends on its number of rows alone. Rows in gaps and from
 the last offset on may be NaN. These are operators of torch, so that torch.compile takes them as they are.
@@ -39,7 +39,7 @@ class Groups:
     counts: Tensor  # int32[L]
 
     def expert_of_row(self, rows: int) -> Tensor:
-        """The expert of each of so many rows; L for a row of none. No wait.
+        """Return the expert of each row, without a wait; L for a row of no expert.
 
         >>> Groups(torch.tensor([0, 4, 8]), torch.tensor([1, 2])).expert_of_row(9).tolist()
         [0, 2, 2, 2, 1, 1, 2, 2, 2]
@@ -118,7 +118,7 @@ def _places(offsets: Tensor, counts: Tensor | None = None) -> Places:
 
 
 def _dense(rows: Tensor) -> Tensor:
-    """Rows as kernels take them: contiguous, from a multiple of 16 bytes on."""
+    """Return rows as kernels take them: contiguous, from a multiple of 16 bytes on."""
     rows = rows.contiguous()
     return rows if rows.data_ptr() % ALIGNMENT == 0 else rows.clone()
 
@@ -133,7 +133,7 @@ def _column(weights: Tensor | None, like: Tensor) -> Tensor | float:
 
 
 def _bias_of_rows(rows: Tensor, bias: Tensor, offsets: Tensor, counts: Tensor) -> tuple[Tensor, Tensor]:
-    """For each row the bias of its expert, zero without one, and whether it is of an expert, as a column."""
+    """Return the bias of each row's expert, zero without one, and a column: whether the row has an expert."""
     expert = Groups(offsets, counts).expert_of_row(len(rows))
     padded = torch.cat((bias, bias.new_zeros(1, bias.shape[1])))
     return formulas.wide(padded.index_select(0, expert)), (expert < len(counts))[:, None]
@@ -158,7 +158,7 @@ def _fake_add_expert_bias(rows: Tensor, *_: object) -> Tensor:
 
 @torch.library.impl("raymoe::expert_sums", _DEVICES)
 def _expert_sums(rows: Tensor, offsets: Tensor, counts: Tensor, weights: Tensor | None) -> Tensor:
-    """The sum of each expert's rows, times their weights if there are some: float32[L, N]; float64 of float64."""
+    """Sum each expert's rows, times their weights if there are some: float32[L, N]; float64 of float64."""
     if _in_kernels(rows):
         sums = expert_kernels.new_sums(rows, len(counts))
         ExpertSums(_dense(rows), _dense_if(weights), sums, _places(offsets, counts)).launch()
@@ -166,11 +166,11 @@ def _expert_sums(rows: Tensor, offsets: Tensor, counts: Tensor, weights: Tensor 
     if rows.device.type == "cpu":
         sums = _new_sums(rows, counts).zero_()
         for place, (start, count) in enumerate(zip(offsets.tolist(), counts.tolist(), strict=False)):
-            mine = slice(start, start + count)
-            own = formulas.wide(rows[mine])
-            sums[place] = (own * _column(None if weights is None else weights[mine], own)).sum(dim=0)
+            part = slice(start, start + count)
+            own = formulas.wide(rows[part])
+            sums[place] = (own * _column(None if weights is None else weights[part], own)).sum(dim=0)
         return sums
-    # One product: `index_add` would add by atomics, in another order each time.
+    # One product sums in one order; `index_add` would add by atomics, in another order each time.
     expert = Groups(offsets, counts).expert_of_row(len(rows))
     own = formulas.wide(rows)
     own = torch.where((expert < len(counts))[:, None], own * _column(weights, own), 0)
@@ -188,7 +188,7 @@ def _fake_expert_sums(rows: Tensor, _offsets: Tensor, counts: Tensor, _weights: 
 
 @torch.library.impl("raymoe::bias_dots", _DEVICES)
 def _bias_dots(dy: Tensor, bias: Tensor, offsets: Tensor, counts: Tensor) -> Tensor:
-    """The sum over each row of dy times the bias of its expert, float32[C]: the gradient of the bias's weight."""
+    """Sum dy times the bias of its expert over each row, float32[C]: the gradient of the bias's weight."""
     dots = dy.new_empty(len(dy), dtype=torch.float32)
     if _in_kernels(dy):
         WeighGradients(_dense(dy), _dense(bias), None, dots, _places(offsets, counts)).launch()
@@ -201,9 +201,9 @@ def _fake_bias_dots(dy: Tensor, *_: object) -> Tensor:
     return dy.new_empty(dy.shape[0], dtype=torch.float32)
 
 
-def _keep_for_bias(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:  # noqa: ARG001  (torch gives it by name)
-    _, *kept = inputs
-    ctx.save_for_backward(*kept)
+def _save_for_bias(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:  # noqa: ARG001  (torch gives it by name)
+    _, *others = inputs
+    ctx.save_for_backward(*others)
 
 
 def _bias_backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
@@ -214,14 +214,14 @@ def _bias_backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
     return dy, d_bias, None, None, d_weights
 
 
-torch.library.register_autograd("raymoe::add_expert_bias", _bias_backward, setup_context=_keep_for_bias)
+torch.library.register_autograd("raymoe::add_expert_bias", _bias_backward, setup_context=_save_for_bias)
 
 
 # Gated activations.
 
 
 def _gated(form: ActivationForm, gate_up: Tensor) -> Tensor:
-    """The activation of kernels/moe/gated_activation.cu, without weights, of rows that have their bias."""
+    """Compute what kernels/moe/gated_activation.cu does, without weights, from rows that have their bias."""
     clamped_gate, clamped_up, share = _clamped(form, gate_up)
     return clamped_gate * share * (clamped_up + form.up_plus)
 
@@ -263,7 +263,7 @@ def _gated_activation(
 
 
 def _biased(gate_up: Tensor, bias: Tensor | None, offsets: Tensor, counts: Tensor) -> tuple[Tensor, Tensor]:
-    """The rows plus their biases, and whether they are of an expert, as a column."""
+    """Return the rows plus their biases, and a column: whether the row has an expert."""
     added, there = _bias_of_rows(
         gate_up, gate_up.new_zeros(len(counts), gate_up.shape[1]) if bias is None else bias, offsets, counts
     )
@@ -284,7 +284,7 @@ def _gated_activation_backward(
     weights: Tensor | None,
     *numbers: Any,
 ) -> tuple[Tensor, Tensor]:
-    """The gradients of gate_up, which are those of the biased rows, and of the weights: empty without weights."""
+    """Return the gradients of gate_up, which are those of the biased rows, and of the weights if there are some."""
     d_gate_up, form = new_like(gate_up), ActivationForm(*numbers)
     d_weights = dh.new_empty(0 if weights is None else len(dh), dtype=torch.float32)
     if _in_kernels(dh):
@@ -306,7 +306,7 @@ def _fake_gated_activation_backward(
     return new_like(gate_up), dh.new_empty(0 if weights is None else dh.shape[0], dtype=torch.float32)
 
 
-def _keep_for_gated(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:  # noqa: ARG001
+def _save_for_gated(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:  # noqa: ARG001
     gate_up, bias, offsets, counts, weights, *ctx.numbers = inputs
     ctx.save_for_backward(gate_up, bias, offsets, counts, weights)
 
@@ -314,13 +314,13 @@ def _keep_for_gated(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None: 
 def _gated_backward(ctx: Any, dh: Tensor) -> tuple[Tensor | None, ...]:
     gate_up, bias, offsets, counts, weights = ctx.saved_tensors
     _, needs_bias, _, _, needs_weights, *_ = ctx.needs_input_grad
-    given = dh, gate_up, bias, offsets, counts, weights
-    d_gate_up, d_weights = _ops.gated_activation_backward(*given, *ctx.numbers)
+    tensors = dh, gate_up, bias, offsets, counts, weights
+    d_gate_up, d_weights = _ops.gated_activation_backward(*tensors, *ctx.numbers)
     d_bias = _ops.expert_sums(d_gate_up, offsets, counts, None).to(gate_up.dtype) if needs_bias else None
     return d_gate_up, d_bias, None, None, d_weights if needs_weights else None, None, None, None, None
 
 
-torch.library.register_autograd("raymoe::gated_activation", _gated_backward, setup_context=_keep_for_gated)
+torch.library.register_autograd("raymoe::gated_activation", _gated_backward, setup_context=_save_for_gated)
 
 
 # Weights that a combine applied.

@@ -1,8 +1,8 @@
 """The experts of one rank: two products over the rows of each expert, with an activation between them.
 
 The rows of all experts are in one tensor, expert by expert. On GPUs `torch.nn.functional.grouped_mm` multiplies them
-by offsets that stay on the device; few rows without gradients go through few_rows.cu. On CPUs an operator of
-this file does, expert after expert; it reads no other rows.
+by offsets that stay on the device; few rows without gradients go through few_rows.cu. On CPUs an operator of this file
+multiplies one expert's rows after the other's, and reads no other rows.
 """
 
 from __future__ import annotations
@@ -75,9 +75,9 @@ def _grouped_product(
         y[end:start].zero_()
         end = start + count
         if count:
-            mine = slice(start, end)
+            part = slice(start, end)
             with torch.autocast("cpu", enabled=False):  # the fake has the dtype of the weights
-                y[mine] = nn.functional.linear(rows[mine].to(arithmetic), weight[expert].to(arithmetic))
+                y[part] = nn.functional.linear(rows[part].to(arithmetic), weight[expert].to(arithmetic))
     y[end:].zero_()
     return y
 
@@ -91,15 +91,15 @@ def _fake_grouped_product(
 
 @torch.library.impl("raymoe::grouped_outer", "cpu")
 def _grouped_outer(dy: torch.Tensor, rows: torch.Tensor, offsets: torch.Tensor, counts: torch.Tensor) -> torch.Tensor:
-    """The gradient of the weights: for each expert, its rows of `dy` transposed times its `rows`."""
-    made = torch.zeros(len(counts), dy.shape[1], rows.shape[1], dtype=dy.dtype)
+    """Compute the gradient of the weights: for each expert, its rows of `dy` transposed times its `rows`."""
+    d_weight = torch.zeros(len(counts), dy.shape[1], rows.shape[1], dtype=dy.dtype)
     arithmetic = arithmetic_dtype(dy.dtype)
     for expert, (start, count) in enumerate(zip(offsets.tolist(), counts.tolist(), strict=False)):
         if count:
-            mine = slice(start, start + count)
+            part = slice(start, start + count)
             with torch.autocast("cpu", enabled=False):
-                made[expert] = dy[mine].to(arithmetic).T @ rows[mine].to(arithmetic)
-    return made
+                d_weight[expert] = dy[part].to(arithmetic).T @ rows[part].to(arithmetic)
+    return d_weight
 
 
 def _fake_grouped_outer(
@@ -109,7 +109,7 @@ def _fake_grouped_outer(
     return dy.new_empty(counts.shape[0], dy.shape[1], rows.shape[1])
 
 
-def _keep_for_product(ctx: Any, inputs: tuple[torch.Tensor, ...], output: torch.Tensor) -> None:
+def _save_for_product(ctx: Any, inputs: tuple[torch.Tensor, ...], output: torch.Tensor) -> None:
     ctx.save_for_backward(*inputs)
     del output
 
@@ -123,7 +123,7 @@ def _product_backward(ctx: Any, dy: torch.Tensor) -> tuple[torch.Tensor | None, 
 
 torch.library.register_fake("raymoe::grouped_product", _fake_grouped_product)
 torch.library.register_fake("raymoe::grouped_outer", _fake_grouped_outer)
-torch.library.register_autograd("raymoe::grouped_product", _product_backward, setup_context=_keep_for_product)
+torch.library.register_autograd("raymoe::grouped_product", _product_backward, setup_context=_save_for_product)
 
 
 def multiply_by_offsets(rows: torch.Tensor, weight: torch.Tensor, offsets: torch.Tensor) -> torch.Tensor:
@@ -199,7 +199,7 @@ class Activation:
 
 
 def _in_kernels(rows: torch.Tensor) -> bool:
-    """Whether an activation is one operator. On a CPU torch's functions, one after the other, take less time.
+    """Whether an activation is one operator. On a CPU torch's functions one after the other take less time.
 
     Backward of SwiGLU, 2048 rows of 2 x 2048 bfloat16 with weights, one core of an AMD EPYC: 16 ms, and 50 by its
     formula (2026-11-23).
@@ -242,8 +242,8 @@ class Experts(nn.Module):
         self.activation, self.transposed = activation, weights.transposed
         for name in ("gate_up_proj", "down_proj", "gate_up_proj_bias", "down_proj_bias"):
             value = getattr(weights, name)
-            kept = value is None or isinstance(value, nn.Parameter)
-            self.register_parameter(name, value if kept else nn.Parameter(value))
+            ready = value is None or isinstance(value, nn.Parameter)
+            self.register_parameter(name, value if ready else nn.Parameter(value))
 
     def forward(
         self,
@@ -277,9 +277,9 @@ class Experts(nn.Module):
     ) -> torch.Tensor:
         gate_up_proj, down_proj = self._outputs_first(self.gate_up_proj), self._outputs_first(self.down_proj)
         if weights is None and self.streams_weights(x, expected_rows):
-            given = groups.offsets, groups.counts
-            h = few_rows.multiply_few_rows(x, gate_up_proj, *given, gated=True)
-            return few_rows.multiply_few_rows(h, down_proj, *given, gated=False)
+            places = groups.offsets, groups.counts
+            h = few_rows.multiply_few_rows(x, gate_up_proj, *places, gated=True)
+            return few_rows.multiply_few_rows(h, down_proj, *places, gated=False)
         gate_up = grouped_linear(x, gate_up_proj, groups)
         h = self.activation.of_experts(gate_up, local(self.gate_up_proj_bias), groups, weights)
         y = grouped_linear(h, down_proj, groups)
@@ -309,8 +309,8 @@ def local(parameter: torch.Tensor | None) -> torch.Tensor | None:
     if parameter is None or not hasattr(type(parameter), "to_local"):  # torch.compile hides methods of the DTensor
         return parameter
     sharded: Any = parameter
-    mine: torch.Tensor = sharded.to_local()
-    return mine
+    part: torch.Tensor = sharded.to_local()
+    return part
 
 
 # Checkpoints. Each rank holds experts of its own, and a checkpoint must hold those of all. torch.distributed.checkpoint
@@ -335,14 +335,14 @@ def shard(experts: Experts, world: World) -> None:
 
     mesh = DeviceMesh.from_group(world.process_group, world.device.type, mesh_dim_names=("ep",))
     for name, parameter in list(experts.named_parameters()):
-        mine = local(parameter.detach())
-        assert mine is not None
-        sharded: Any = DTensor.from_local(mine, mesh, [Shard(0)], run_check=False)
+        part = local(parameter.detach())
+        assert part is not None
+        sharded: Any = DTensor.from_local(part, mesh, [Shard(0)], run_check=False)
         experts.register_parameter(name, nn.Parameter(sharded, requires_grad=parameter.requires_grad))
 
 
 def _are_shards(experts: nn.Module) -> bool:
-    return any(hasattr(each, "to_local") for each in experts.parameters())
+    return any(hasattr(parameter, "to_local") for parameter in experts.parameters())
 
 
 def _refuse_replicas(experts: nn.Module, prefix: str, keep_vars: bool) -> None:  # noqa: ARG001  (torch's signature)

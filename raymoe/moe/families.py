@@ -98,7 +98,7 @@ def _swiglu_experts(experts: Any, rank: int, ranks: int) -> Experts:
     name = type(experts.act_fn).__name__
     if name not in ("SiLU", "SiLUActivation"):
         raise ConfigError(f"experts with activation {name}; a layer has SwiGLU, whose activation is SiLU")
-    gate_up, down = (_share(each, rank, ranks) for each in (experts.gate_up_proj, experts.down_proj))
+    gate_up, down = (_share(weights, rank, ranks) for weights in (experts.gate_up_proj, experts.down_proj))
     return Experts(ModelWeights(gate_up, down), SWIGLU)
 
 

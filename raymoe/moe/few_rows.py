@@ -110,8 +110,8 @@ def multiplies_few_rows(x: torch.Tensor, gate_up: torch.Tensor, down: torch.Tens
     sizes = gate_up.shape[2] % STEP == 0 and down.shape[2] % STEP == 0
     sizes = sizes and down.shape[1] % outputs_of_tile(gated=False) == 0
     fit = all(
-        each.dtype == torch.bfloat16 and each.is_contiguous() and each.data_ptr() % ALIGNMENT == 0
-        for each in (x, gate_up, down)
+        tensor.dtype == torch.bfloat16 and tensor.is_contiguous() and tensor.data_ptr() % ALIGNMENT == 0
+        for tensor in (x, gate_up, down)
     )
     return sizes and fit and launch.takes(x)
 

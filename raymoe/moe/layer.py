@@ -37,7 +37,7 @@ class LayerForm:
     router: RouterForm | None = None
     """None: softmax over all experts, weights that sum to one."""
     activation: Activation = SWIGLU
-    """Of the experts, without the shared one."""
+    """The activation of the experts, without the shared one."""
     biases: bool = False
     """Whether the experts add a bias in both products."""
     shared: int = 0
@@ -94,7 +94,7 @@ class MoELayer(nn.Module):
         self.number = exchanges.next_number()
         """Its number among the layers of the world, from 1, the same on all ranks: steps of different layers are
         refused. A deep copy has it too."""
-        parts = form if isinstance(form, Parts) else _made(world, self.exchange.spec, form, seed)
+        parts = form if isinstance(form, Parts) else _new_parts(world, self.exchange.spec, form, seed)
         self._router_name, self._shared_name = parts.router_name, parts.shared_name
         self.add_module(parts.router_name, parts.router)
         self.experts = parts.experts
@@ -102,7 +102,7 @@ class MoELayer(nn.Module):
             self.add_module(parts.shared_name, parts.shared)
         self.norm, self.residual, self.gives_scores = parts.norm, parts.residual, parts.gives_scores
         self.beside = True
-        """Whether, on GPUs, the shared expert runs beside the dispatch, on a stream of its own."""
+        """Whether the shared expert runs beside the dispatch on GPUs, on a stream of its own."""
         on_gpu = parts.shared is not None and world.device.type == "cuda"
         self._side = world.shared(SideStream) if on_gpu else None
         self.to(world.device)
@@ -130,8 +130,7 @@ class MoELayer(nn.Module):
         form = parts.router.form
         dtype = str(gate_up.dtype).removeprefix("torch.")
         spec = ExchangeSpec(tokens, hidden, form.experts, form.topk, dtype=dtype, capacity=capacity, depth=0)
-        made = cls(world, spec, parts, backend=backend, sms=sms)
-        return made.train(block.training)
+        return cls(world, spec, parts, backend=backend, sms=sms).train(block.training)
 
     def forward(self, x: torch.Tensor) -> Any:
         """Map x[..., H] to y[..., H]. A layer made from a block of gpt-oss returns its router's weights too."""
@@ -197,28 +196,28 @@ class MoELayer(nn.Module):
             out = torch.empty(spec.rows(self.world.size), spec.hidden, dtype=x.dtype, device=x.device)
         # Only the gradients of weights need zeros. Of one token a dispatch takes 6 us without, and 13 with them (H200).
         tokens = Tokens(x.contiguous(), topk_idx, topk_weights, None, zero_gaps=False, site=self.number)
-        found = self.exchange.dispatch_unkept(tokens, out)
+        dispatched = self.exchange.dispatch_unkept(tokens, out)
         if after_dispatch is not None:
             after_dispatch()
         rows = self.experts(
-            expert_major(found),
-            found.expert_offsets,
-            found.expert_counts,
+            expert_major(dispatched),
+            dispatched.expert_offsets,
+            dispatched.expert_counts,
             expected_rows=self.rows_of_an_expert(len(x)),
         )
-        return self.exchange.combine_unkept(rows, found, weighted=True)
+        return self.exchange.combine_unkept(rows, dispatched, weighted=True)
 
     def rows_of_an_expert(self, tokens: int) -> float:
-        """The rows that an expert gets on average, if every rank has so many tokens."""
+        """The rows that an expert gets on average, if every rank has `tokens` tokens."""
         spec = self.exchange.spec
         return tokens * self.world.size * spec.topk / spec.experts
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Self:
         """Copy the weights; the copy is a layer of the same world and exchange."""
-        memo |= {id(each): each for each in (self.world, self.exchange, self._side)}
-        made = memo[id(self)] = type(self).__new__(type(self))
-        made.__dict__.update(copy.deepcopy(self.__dict__, memo))
-        return made
+        memo |= {id(shared): shared for shared in (self.world, self.exchange, self._side)}
+        layer = memo[id(self)] = type(self).__new__(type(self))
+        layer.__dict__.update(copy.deepcopy(self.__dict__, memo))
+        return layer
 
 
 class LayerExchanges:
@@ -227,7 +226,7 @@ class LayerExchanges:
 
     def __init__(self, world: World) -> None:
         self._world = world
-        self._made: dict[tuple[ExchangeSpec, str, int | str], Exchange] = {}
+        self._exchanges: dict[tuple[ExchangeSpec, str, int | str], Exchange] = {}
         self._layers = 0
 
     def next_number(self) -> int:
@@ -237,19 +236,19 @@ class LayerExchanges:
 
     def of(self, spec: ExchangeSpec, backend: str, sms: int | str = "auto") -> Exchange:
         """Return the exchange of this spec; the first call makes it."""
-        asked = spec, backend, sms
-        if asked not in self._made:
-            self._made[asked] = Exchange(self._world, spec, backend, sms=sms)
-        return self._made[asked]
+        key = spec, backend, sms
+        if key not in self._exchanges:
+            self._exchanges[key] = Exchange(self._world, spec, backend, sms=sms)
+        return self._exchanges[key]
 
     def check(self) -> None:
         """Wait for the device, then raise what failed on this rank (`Exchange.check`)."""
-        for exchange in self._made.values():
+        for exchange in self._exchanges.values():
             exchange.check()
 
     def close(self, together: bool) -> None:
         """Close them with the world."""
-        for exchange in reversed(self._made.values()):
+        for exchange in reversed(self._exchanges.values()):
             exchange.close(together)
 
 
@@ -297,14 +296,14 @@ def expert_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
     }
 
 
-def _made(world: World, spec: ExchangeSpec, form: LayerForm, seed: int) -> Parts:
+def _new_parts(world: World, spec: ExchangeSpec, form: LayerForm, seed: int) -> Parts:
     """Draw the weights of a new layer."""
     dtype: torch.dtype = getattr(torch, spec.dtype)
     shape, count, device = ExpertShape(spec.hidden, form.ffn, dtype), spec.local_experts(world.size), world.device
-    mine = range(world.rank * count, (world.rank + 1) * count)
-    weights = ModelWeights(*_stacked(count, (expert_weights(shape, seed, expert, device) for expert in mine)))
+    local = range(world.rank * count, (world.rank + 1) * count)
+    weights = ModelWeights(*_stacked(count, (expert_weights(shape, seed, expert, device) for expert in local)))
     if form.biases:
-        added = _stacked(count, (expert_biases(shape, seed, expert, device) for expert in mine))
+        added = _stacked(count, (expert_biases(shape, seed, expert, device) for expert in local))
         weights.gate_up_proj_bias, weights.down_proj_bias = added
     routing = form.router or RouterForm(spec.experts, spec.topk)
     if (routing.experts, routing.topk) != (spec.experts, spec.topk):
@@ -328,10 +327,10 @@ def _made(world: World, spec: ExchangeSpec, form: LayerForm, seed: int) -> Parts
 
 
 def _stacked(count: int, drawn: Iterable[ExpertWeights]) -> tuple[torch.Tensor, torch.Tensor]:
-    """Stack the two tensors of each expert. They are copied one after the other, so the memory is needed once only."""
+    """Stack the two tensors of each expert. Experts are copied one after the other, so only one is in memory twice."""
     gate_up = down = torch.empty(0)
-    for place, each in enumerate(drawn):
+    for place, weights in enumerate(drawn):
         if place == 0:
-            gate_up, down = (part.new_empty(count, *part.shape) for part in (each.gate_up, each.down))
-        gate_up[place], down[place] = each.gate_up, each.down
+            gate_up, down = (part.new_empty(count, *part.shape) for part in (weights.gate_up, weights.down))
+        gate_up[place], down[place] = weights.gate_up, weights.down
     return gate_up, down

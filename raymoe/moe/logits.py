@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 FEW = 512
-"""Rows below which products in float32 take no longer, where float32 numbers would have to be split."""
+"""The rows from which on it pays to split float32 numbers. Products of fewer rows stay in float32."""
 
 
 def logits_of(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
@@ -26,8 +26,8 @@ def logits_of(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
             return logits_of(x, weight, bias)
     if x.device.type == "cpu":
         return nn.functional.linear(x.float(), weight.float(), None if bias is None else bias.float())
-    made: Tensor = _ops.router_logits(x, weight)
-    return made if bias is None else made + bias.float()
+    logits: Tensor = _ops.router_logits(x, weight)
+    return logits if bias is None else logits + bias.float()
 
 
 # The operators of GPUs. `torch.library.custom_op` would load torch's compiler at the first call, which takes a second.
@@ -83,8 +83,8 @@ def halves(numbers: Tensor) -> tuple[Tensor, Tensor]:
 
 def product(a: Tensor, b: Tensor) -> Tensor:
     """Multiply two matrices of bfloat16 on a GPU into one of float32."""
-    made: Tensor = torch.mm(a, b, out_dtype=torch.float32)
-    return made
+    wide: Tensor = torch.mm(a, b, out_dtype=torch.float32)
+    return wide
 
 
 def _fake_logits(x: Tensor, weight: Tensor) -> Tensor:
@@ -96,16 +96,16 @@ def _fake_backward(dlogits: Tensor, x: Tensor, weight: Tensor) -> tuple[Tensor, 
     return x.new_empty(x.shape), weight.new_empty(weight.shape)
 
 
-def _keep(ctx: Any, inputs: tuple[Tensor, Tensor], output: Tensor) -> None:
+def _save(ctx: Any, inputs: tuple[Tensor, Tensor], output: Tensor) -> None:
     del output
     ctx.save_for_backward(*inputs)
 
 
 def _differentiate(ctx: Any, dlogits: Tensor) -> tuple[Tensor, Tensor]:
-    made: tuple[Tensor, Tensor] = _ops.router_logits_backward(dlogits.contiguous(), *ctx.saved_tensors)
-    return made
+    gradients: tuple[Tensor, Tensor] = _ops.router_logits_backward(dlogits.contiguous(), *ctx.saved_tensors)
+    return gradients
 
 
 torch.library.register_fake("raymoe::router_logits", _fake_logits)
 torch.library.register_fake("raymoe::router_logits_backward", _fake_backward)
-torch.library.register_autograd("raymoe::router_logits", _differentiate, setup_context=_keep)
+torch.library.register_autograd("raymoe::router_logits", _differentiate, setup_context=_save)

@@ -57,7 +57,7 @@ def route(
 
 
 def _fields(form: RouterForm) -> tuple[int, str, bool, float, int, int]:
-    """The form in an operator's arguments, without the number of experts, which the logits tell."""
+    """The form as arguments of an operator, without the number of experts, which the logits have."""
     return form.topk, form.score, form.normalise, form.scale, form.groups, form.topk_groups
 
 
@@ -94,7 +94,7 @@ def _fake_route(
     return logits.new_empty(shape, dtype=torch.float32), logits.new_empty(shape, dtype=torch.int64)
 
 
-def _keep_for_route(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, torch.Tensor]) -> None:
+def _save_for_route(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, torch.Tensor]) -> None:
     logits, _, *fields = inputs
     ctx.form = RouterForm(logits.shape[1], *fields)
     ctx.save_for_backward(logits, output[1])
@@ -107,7 +107,7 @@ def _route_backward(ctx: Any, dweights: torch.Tensor, _: object) -> tuple[Any, .
 
 
 torch.library.register_fake("raymoe::route", _fake_route)
-torch.library.register_autograd("raymoe::route", _route_backward, setup_context=_keep_for_route)
+torch.library.register_autograd("raymoe::route", _route_backward, setup_context=_save_for_route)
 
 
 class _Route(Computation):
@@ -180,7 +180,7 @@ def _fake_router_sums(logits: torch.Tensor, topk_idx: torch.Tensor, sigmoid: boo
     return logits.new_empty(experts, dtype=torch.float32), logits.new_empty(experts, dtype=torch.int64)
 
 
-def _keep_for_router_sums(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, torch.Tensor]) -> None:
+def _save_for_router_sums(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, torch.Tensor]) -> None:
     logits, _, ctx.sigmoid = inputs
     ctx.save_for_backward(logits)
     ctx.mark_non_differentiable(output[1])
@@ -192,7 +192,7 @@ def _router_sums_backward(ctx: Any, dsums: torch.Tensor, _: object) -> tuple[Any
 
 
 torch.library.register_fake("raymoe::router_sums", _fake_router_sums)
-torch.library.register_autograd("raymoe::router_sums", _router_sums_backward, setup_context=_keep_for_router_sums)
+torch.library.register_autograd("raymoe::router_sums", _router_sums_backward, setup_context=_save_for_router_sums)
 
 
 class Router(nn.Module):

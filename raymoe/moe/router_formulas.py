@@ -24,8 +24,8 @@ class RouterForm:
     - `score`: `softmax` over all experts (Mixtral, Qwen3, OLMoE), `sigmoid` of each (DeepSeek-V3), or `chosen`: the
       softmax over the chosen experts alone (gpt-oss).
     - `normalise` divides a token's weights by their sum. `scale` multiplies them afterwards.
-    - `groups`: experts are in so many groups, of which the best `topk_groups` are kept. A group's score is the sum of
-      its two best experts.
+    - `groups`: experts are in equal groups, and only the best `topk_groups` groups are chosen from. A group's score is
+      the sum of its two best experts.
 
     >>> RouterForm(experts=8, topk=2, score="sigmoid", groups=4, topk_groups=1).per_group
     2
@@ -46,8 +46,9 @@ class RouterForm:
         if self.score not in SCORES:
             raise ConfigError(f"score is {self.score!r}; it is one of {', '.join(SCORES)}")
         if not 1 <= self.topk <= self.experts:
-            asked = f"a router over {self.experts} experts was asked for the best {self.topk}"
-            raise ConfigError(f"{asked}; ask for 1 to {self.experts}")
+            raise ConfigError(
+                f"a router over {self.experts} experts was asked for the best {self.topk}; ask for 1 to {self.experts}"
+            )
         if self.groups < 1 or self.experts % self.groups or not 1 <= self.topk_groups <= self.groups:
             raise ConfigError(
                 f"{self.topk_groups} of {self.groups} groups of {self.experts} experts; groups are equal, and at least "
@@ -55,9 +56,9 @@ class RouterForm:
             )
         if self.groups > 1 and self.per_group < 2:
             raise ConfigError(f"{self.groups} groups of one expert; a group's score needs two: take fewer groups")
-        if (kept := self.topk_groups * self.per_group) < self.topk:
+        if (left := self.topk_groups * self.per_group) < self.topk:
             raise ConfigError(
-                f"topk is {self.topk} and {self.topk_groups} of {self.groups} groups hold {kept} experts; take a "
+                f"topk is {self.topk} and {self.topk_groups} of {self.groups} groups hold {left} experts; take a "
                 "smaller topk or more groups"
             )
 
@@ -87,10 +88,10 @@ def _best(values: Tensor, form: RouterForm) -> tuple[Tensor, Tensor]:
         grouped = values.view(len(values), form.groups, form.per_group)
         score = grouped.topk(2, dim=-1).values.sum(dim=-1)
         best = score.sort(dim=-1, descending=True, stable=True).indices[:, : form.topk_groups]
-        kept = torch.zeros_like(score, dtype=torch.bool).scatter(1, best, True)
-        values = grouped.masked_fill(~kept[..., None], -torch.inf).flatten(1)
-    found = values.sort(dim=-1, descending=True, stable=True)
-    return found.values[:, : form.topk].contiguous(), found.indices[:, : form.topk].contiguous()
+        open_groups = torch.zeros_like(score, dtype=torch.bool).scatter(1, best, True)
+        values = grouped.masked_fill(~open_groups[..., None], -torch.inf).flatten(1)
+    ordered = values.sort(dim=-1, descending=True, stable=True)
+    return ordered.values[:, : form.topk].contiguous(), ordered.indices[:, : form.topk].contiguous()
 
 
 def route_backward(dweights: Tensor, logits: Tensor, topk_idx: Tensor, form: RouterForm) -> Tensor:

@@ -49,8 +49,8 @@ class ExpertShape:
 def expert_weights(shape: ExpertShape, seed: int, expert: int, device: torch.device | None = None) -> ExpertWeights:
     """Draw normal weights that keep unit variance through each product, on a CPU unless `device` names another.
 
-    >>> made = expert_weights(ExpertShape(hidden=8, ffn=4, dtype=torch.bfloat16), seed=0, expert=3)
-    >>> list(made.gate_up.shape), list(made.down.shape), made.down.dtype
+    >>> weights = expert_weights(ExpertShape(hidden=8, ffn=4, dtype=torch.bfloat16), seed=0, expert=3)
+    >>> list(weights.gate_up.shape), list(weights.down.shape), weights.down.dtype
     ([8, 8], [8, 4], torch.bfloat16)
     """
     return mlp_weights(shape, generator("expert", seed, expert, device=device))
@@ -59,7 +59,7 @@ def expert_weights(shape: ExpertShape, seed: int, expert: int, device: torch.dev
 def expert_biases(shape: ExpertShape, seed: int, expert: int, device: torch.device | None = None) -> ExpertWeights:
     """Draw the biases of an expert's two products, [2F] and [H], a quarter as large as what they are added to.
 
-    >>> [list(each.shape) for each in vars(expert_biases(ExpertShape(8, 4, torch.bfloat16), seed=0, expert=3)).values()]
+    >>> [list(bias.shape) for bias in vars(expert_biases(ExpertShape(8, 4, torch.bfloat16), seed=0, expert=3)).values()]
     [[8], [8]]
     """
     source = generator("expert biases", seed, expert, device=device)

@@ -49,7 +49,7 @@ def swiglu(
     if expert_offsets is not None:
         _check_offsets(gate_up, expert_offsets)
     check_columns("swiglu", gate_up, form)
-    tensors = [each for each in (gate_up, expert_offsets, weights) if each is not None]
+    tensors = [tensor for tensor in (gate_up, expert_offsets, weights) if tensor is not None]
     if weights is not None:
         _check_weights(gate_up, weights, form)
     direct = directly(*tensors)
@@ -106,7 +106,7 @@ def _compute_swiglu(gate_up: Tensor, offsets: Tensor | None, sms: int | None) ->
 
 
 def _valid_rows(gate_up: Tensor, offsets: Tensor | None) -> int | None:
-    """Return how many rows are valid; None if that is not known without a wait for the device."""
+    """Count the rows that are valid; None if only a wait for the device would tell."""
     if offsets is None or gate_up.device.type != "cpu":
         return None
     return min(int(offsets[-1]), gate_up.shape[0])
@@ -130,10 +130,10 @@ def _(gate_up: Tensor, *_: object) -> Tensor:
 def _compute_swiglu_backward(dy: Tensor, gate_up: Tensor, offsets: Tensor | None, sms: int | None) -> Tensor:
     if launch.takes(gate_up):
         return kernels.swiglu_backward(dy, gate_up, offsets, limits_of(sms))
-    into = new_like(gate_up)
+    d_gate_up = new_like(gate_up)
     valid = _valid_rows(gate_up, offsets)
-    into[:valid] = formulas.swiglu_backward(dy[:valid], gate_up[:valid])
-    return _zero_rest(into, valid)
+    d_gate_up[:valid] = formulas.swiglu_backward(dy[:valid], gate_up[:valid])
+    return _zero_rest(d_gate_up, valid)
 
 
 _swiglu_backward = torch.library.custom_op("raymoe::swiglu_backward", _compute_swiglu_backward, mutates_args=())
@@ -144,7 +144,7 @@ def _(_dy: Tensor, gate_up: Tensor, *_: object) -> Tensor:
     return new_like(gate_up)
 
 
-def _keep(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:  # noqa: ARG001  (torch gives it by name)
+def _save(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:  # noqa: ARG001  (torch gives it by name)
     gate_up, offsets, ctx.sms = inputs
     ctx.save_for_backward(gate_up, offsets)
 
@@ -160,10 +160,10 @@ def _swiglu_gradient(dy: Tensor, gate_up: Tensor, offsets: Tensor | None, sms: i
     return gradient
 
 
-_swiglu.register_autograd(_differentiate, setup_context=_keep)
+_swiglu.register_autograd(_differentiate, setup_context=_save)
 
 
-# With a weight for each row.
+# SwiGLU with a weight for each row.
 
 
 def _compute_weighted_swiglu(gate_up: Tensor, weights: Tensor, offsets: Tensor | None, sms: int | None) -> Tensor:
@@ -189,11 +189,11 @@ def _compute_weighted_swiglu_backward(
 ) -> tuple[Tensor, Tensor]:
     if launch.takes(gate_up):
         return kernels.weighted_swiglu_backward(dy, gate_up, weights, offsets, limits_of(sms))
-    into, d_weights = new_like(gate_up), new_like(weights)
+    d_gate_up, d_weights = new_like(gate_up), new_like(weights)
     valid = _valid_rows(gate_up, offsets)
     there = ... if valid is None else slice(valid)
-    into[there], d_weights[there] = formulas.weighted_swiglu_backward(dy[there], gate_up[there], weights[there])
-    return _zero_rest(into, valid), _zero_rest(d_weights, valid)
+    d_gate_up[there], d_weights[there] = formulas.weighted_swiglu_backward(dy[there], gate_up[there], weights[there])
+    return _zero_rest(d_gate_up, valid), _zero_rest(d_weights, valid)
 
 
 _weighted_swiglu_backward = torch.library.custom_op(
@@ -206,7 +206,7 @@ def _(_dy: Tensor, gate_up: Tensor, weights: Tensor, *_: object) -> tuple[Tensor
     return new_like(gate_up), new_like(weights)
 
 
-def _keep_weighted(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:  # noqa: ARG001
+def _save_weighted(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:  # noqa: ARG001
     gate_up, weights, offsets, ctx.sms = inputs
     ctx.save_for_backward(gate_up, weights, offsets)
 
@@ -225,7 +225,7 @@ def _weighted_gradients(
     return gradients
 
 
-_weighted_swiglu.register_autograd(_differentiate_weighted, setup_context=_keep_weighted)
+_weighted_swiglu.register_autograd(_differentiate_weighted, setup_context=_save_weighted)
 
 
 class _Swiglu(Computation):
@@ -245,7 +245,7 @@ class _Swiglu(Computation):
         return *_weighted_gradients(dy, gate_up, weights, offsets, ctx.sms), None, None
 
 
-# As 8-bit floats.
+# SwiGLU to 8-bit floats.
 
 
 def _compute_swiglu_fp8(

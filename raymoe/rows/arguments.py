@@ -18,7 +18,7 @@ DTYPES_IN_WORDS = "torch.bfloat16, torch.float16 or torch.float32"
 SCALES = ("row", "column")
 
 
-# Keyword arguments that choose the form of the result, beside those of the formula.
+# The keyword arguments that choose the form of the result.
 
 
 class Plain(TypedDict, total=False):
@@ -79,7 +79,7 @@ PLAIN = ResultForm()
 
 
 def form_of(options: dict[str, Any]) -> ResultForm:
-    """The options of a call, checked."""
+    """Check the options of a call."""
     return ResultForm(**options) if options else PLAIN
 
 
@@ -103,23 +103,23 @@ def check_rows(op: str, name: str, x: object) -> torch.Tensor:
     return x
 
 
-def check_like(op: str, name: str, found: object, x: torch.Tensor, shape: tuple[int, ...] | torch.Size) -> None:
-    """Raise unless `found` has this shape, and dtype and device of x."""
-    if not isinstance(found, torch.Tensor):
-        raise ConfigError(f"{op}: {name} is a {type(found).__name__}; a tensor is needed")
-    if tuple(found.shape) != tuple(shape):
-        raise ConfigError(f"{op}: {name} has shape {list(found.shape)}; x asks for {list(shape)}")
-    if found.dtype != x.dtype or found.device != x.device:
-        raise ConfigError(f"{op}: {name} is {found.dtype} on {found.device}; x is {x.dtype} on {x.device}")
+def check_like(op: str, name: str, value: object, x: torch.Tensor, shape: tuple[int, ...] | torch.Size) -> None:
+    """Raise unless `value` has this shape, and the dtype and device of x."""
+    if not isinstance(value, torch.Tensor):
+        raise ConfigError(f"{op}: {name} is a {type(value).__name__}; a tensor is needed")
+    if tuple(value.shape) != tuple(shape):
+        raise ConfigError(f"{op}: {name} has shape {list(value.shape)}; x asks for {list(shape)}")
+    if value.dtype != x.dtype or value.device != x.device:
+        raise ConfigError(f"{op}: {name} is {value.dtype} on {value.device}; x is {x.dtype} on {x.device}")
 
 
-def check_vector(op: str, name: str, found: object, x: torch.Tensor) -> None:
-    """Raise unless `found` is a vector [H] on the device of x. Its dtype may be another than that of x."""
-    if not isinstance(found, torch.Tensor):
-        raise ConfigError(f"{op}: {name} is a {type(found).__name__}; a tensor is needed")
-    fits = found.dim() == 1 and found.shape[0] == x.shape[-1] and found.device == x.device
-    if not fits or found.dtype not in DTYPES:
+def check_vector(op: str, name: str, value: object, x: torch.Tensor) -> None:
+    """Raise unless `value` is a vector [H] on the device of x. Its dtype may differ from that of x."""
+    if not isinstance(value, torch.Tensor):
+        raise ConfigError(f"{op}: {name} is a {type(value).__name__}; a tensor is needed")
+    fits = value.dim() == 1 and value.shape[0] == x.shape[-1] and value.device == x.device
+    if not fits or value.dtype not in DTYPES:
         raise ConfigError(
-            f"{op}: {name} is {found.dtype} of shape {list(found.shape)} on {found.device}; "
+            f"{op}: {name} is {value.dtype} of shape {list(value.shape)} on {value.device}; "
             f"{DTYPES_IN_WORDS} of shape {list(x.shape[-1:])} on {x.device} is needed"
         )

@@ -1,8 +1,8 @@
 """Decide whether a call may launch its kernel without torch's dispatcher, which costs more than the launch.
 
-An operator of torch.library tells the compiler, `torch.func`, dispatch modes, subclasses of tensors and the profiler
-what runs. Where none of them looks on, nobody misses it. So the functions over rows compute directly then, and by their
-operators otherwise, with the same results.
+The compiler, `torch.func`, dispatch modes, subclasses of tensors and the profiler see a function only if it is an
+operator of torch.library. Where none of them looks, the functions over rows compute directly; else they call their
+operators. Results are the same.
 """
 
 from __future__ import annotations
@@ -30,9 +30,9 @@ def directly(*tensors: Tensor) -> bool:
         return False
     if _modes() or _function_modes() or _transforms() or _profiling() or _tracing() is not None:
         return False
-    for each in tensors:
-        # A negative bit and a zero tensor are resolved by the dispatcher. So are wrappers that a transform has left.
-        if type(each) not in _PLAIN or each.is_neg() or each._is_zerotensor() or _is_wrapped(each):
+    for tensor in tensors:
+        # The dispatcher resolves a negative bit, a zero tensor, and wrappers that a transform has left.
+        if type(tensor) not in _PLAIN or tensor.is_neg() or tensor._is_zerotensor() or _is_wrapped(tensor):
             return False
     return True
 
@@ -40,8 +40,8 @@ def directly(*tensors: Tensor) -> bool:
 def backward_directly(*tensors: Tensor) -> bool:
     """Whether a gradient may be computed from these tensors without its operator.
 
-    One that is differentiated again is left to the operator, which refuses it. The forward call may have gone through
-    the operator because of what a tensor is, so those that it saved are checked too.
+    A gradient that is differentiated again goes to the operator, which refuses it. The forward call may have gone
+    through the operator because of what a tensor is, so callers give the saved tensors too.
     """
     return not torch.is_grad_enabled() and directly(*tensors)
 
@@ -49,8 +49,8 @@ def backward_directly(*tensors: Tensor) -> bool:
 def needs_gradient(*tensors: Tensor) -> bool:
     """Whether the result of a function of these tensors has a gradient."""
     if torch.is_grad_enabled():
-        for each in tensors:
-            if each.requires_grad:
+        for tensor in tensors:
+            if tensor.requires_grad:
                 return True
     return False
 
@@ -61,7 +61,7 @@ def refuse_derivatives(what: str) -> None:
         return
     compiling = torch.compiler.is_compiling()  # Dynamo knows the innermost transform only
     levels = [_C._functorch.peek_interpreter_stack()] if compiling else _C._functorch.get_interpreter_stack()
-    if any(each.key() in (_kinds.Grad, _kinds.Jvp) for each in levels):
+    if any(level.key() in (_kinds.Grad, _kinds.Jvp) for level in levels):
         raise ConfigError(
             f"{what} inside torch.func.grad, vjp or jvp, for which it has no rule; call torch.autograd.grad or backward"
         )
@@ -70,7 +70,7 @@ def refuse_derivatives(what: str) -> None:
 class Computation(torch.autograd.Function):
     """A function that computes directly, with its gradients.
 
-    `of` takes the place of `apply`. That one also handles transforms of torch.func and default arguments, for 2 us.
+    `of` takes the place of `apply`, which also handles transforms of torch.func and default arguments, for 2 us.
     """
 
     @classmethod

@@ -67,7 +67,7 @@ def add(*terms: Tensor) -> Tensor:
     >>> add(torch.tensor([1.0]), torch.tensor([2.0]), torch.tensor([4.0]))
     tensor([7.])
     """
-    if len(terms) < 3 or not terms[0].is_cuda or len({each.dtype for each in terms}) > 1:
+    if len(terms) < 3 or not terms[0].is_cuda or len({term.dtype for term in terms}) > 1:
         return functools.reduce(torch.add, terms)
     total: Tensor
     if not directly(*terms):
@@ -127,11 +127,11 @@ class _SumTerms(Computation):
 
 def _compute_pointwise(expression: str, names: str, inputs: Sequence[Tensor], sms: int | None) -> Tensor:
     program = _program(expression, names)
-    shape = _full_shape(program.given, inputs)
+    shape = _full_shape(program.names, inputs)
     if launch.takes(inputs[0]):
-        full = inputs[0] if inputs[0].shape == shape else next(each for each in inputs if each.shape == shape)
+        full = inputs[0] if inputs[0].shape == shape else next(tensor for tensor in inputs if tensor.shape == shape)
         return program.whole.computed(inputs, full, sms)
-    values = {name: value.float() for name, value in zip(program.given, inputs, strict=True)}
+    values = {name: value.float() for name, value in zip(program.names, inputs, strict=True)}
     return inputs[0].new_empty(shape).copy_(evaluate(program.whole.expression, values))
 
 
@@ -144,8 +144,8 @@ class _Formula:
     places: tuple[int, ...]
 
     @classmethod
-    def of(cls, expression: Expression, given: Sequence[str]) -> _Formula:
-        return cls(expression, code(expression), tuple(given.index(name) for name in expression.names))
+    def of(cls, expression: Expression, names: Sequence[str]) -> _Formula:
+        return cls(expression, code(expression), tuple(names.index(name) for name in expression.names))
 
     def computed(self, inputs: Sequence[Tensor], full: Tensor, sms: int | None) -> Tensor:
         """Compute by the kernel. The result is as large as `full`."""
@@ -155,38 +155,38 @@ class _Formula:
 class _Program:
     """An expression with its derivatives, for inputs in the order of a call."""
 
-    def __init__(self, expression: Expression, given: Sequence[str]) -> None:
-        self.given = given
-        self.whole = _Formula.of(expression, given)
+    def __init__(self, expression: Expression, names: Sequence[str]) -> None:
+        self.names = names
+        self.whole = _Formula.of(expression, names)
 
     @functools.cached_property
     def derivatives(self) -> list[_Formula | None]:
-        """The derivative by each input, whose own inputs are those of the call and the gradient of the result."""
-        found, given = gradients(self.whole.expression), [*self.given, OUTGOING]
-        return [_Formula.of(found[name], given) if name in found else None for name in self.given]
+        """The derivative by each input. Its own inputs are those of the call and the gradient of the result."""
+        by_name, names = gradients(self.whole.expression), [*self.names, OUTGOING]
+        return [_Formula.of(by_name[name], names) if name in by_name else None for name in self.names]
 
 
 @functools.lru_cache(maxsize=256)
 def _program(expression: str, names: str) -> _Program:
-    """Read an expression. Raises if the names are not those of its inputs."""
+    """Read an expression. Raise if the names are not those of its inputs."""
     return _Program(parse(expression), _names_for(expression, names))
 
 
 def _names_for(expression: str, names: str) -> list[str]:
-    needed, given = parse(expression).names, names.split(",") if names else []
-    told = ", ".join(given) or "none"
+    """Split the names of the inputs. Raise if they are not those that the expression needs."""
+    needed, split = parse(expression).names, names.split(",") if names else []
     for name in needed:
-        if name not in given:
-            raise ConfigError(f"expression {shown(expression)!r} needs {name}, which is not given; given: {told}")
-    for name in given:
+        if name not in split:
+            known = ", ".join(split) or "none"
+            raise ConfigError(f"expression {shown(expression)!r} needs {name}, which is not given; given: {known}")
+    for name in split:
         if name not in needed:
             raise ConfigError(f"expression {shown(expression)!r} has no {name}; its inputs are {', '.join(needed)}")
-    return given
+    return split
 
 
 def _full_shape(names: Sequence[str], inputs: Sequence[Tensor]) -> torch.Size:
-    """Return the full shape. Raises if an input has another dtype, device, or a shape that is neither full nor a
-    vector."""
+    """Return the full shape. Raise if an input has another dtype or device, or is neither full nor a vector."""
     first, some = names[0], inputs[0]
     shape, dtype, device = some.shape, some.dtype, some.device
     for value in inputs:
@@ -232,23 +232,23 @@ def _compute_pointwise_backward(
 ) -> list[Tensor]:
     """Return the gradients of the wanted inputs, in their order."""
     program = _program(expression, names)
-    found = []
+    wanted_gradients = []
     for derivative, value, want in zip(program.derivatives, inputs, wanted, strict=True):
         if want and derivative is not None:
-            whole = _over_vector(_whole_gradient(derivative, program.given, [*inputs, dy], sms), value.shape)
-            found.append(whole if whole.dtype == value.dtype else value.new_empty(value.shape).copy_(whole))
+            whole = _over_vector(_whole_gradient(derivative, program.names, [*inputs, dy], sms), value.shape)
+            wanted_gradients.append(whole if whole.dtype == value.dtype else value.new_empty(value.shape).copy_(whole))
         elif want:
-            found.append(torch.zeros_like(value, memory_format=torch.contiguous_format))
-    return found
+            wanted_gradients.append(torch.zeros_like(value, memory_format=torch.contiguous_format))
+    return wanted_gradients
 
 
-def _whole_gradient(derivative: _Formula, names: Sequence[str], given: Sequence[Tensor], sms: int | None) -> Tensor:
+def _whole_gradient(derivative: _Formula, names: Sequence[str], tensors: Sequence[Tensor], sms: int | None) -> Tensor:
     """Return the gradient of an input before it is summed, in new memory: float32, or the inputs' dtype where a kernel
-    computes it. The last of `given` is the gradient of the result."""
-    dy = given[-1]
+    computes it. The last of `tensors` is the gradient of the result."""
+    dy = tensors[-1]
     if launch.takes(dy):
-        return derivative.computed(given, dy, sms)
-    values = {name: value.float() for name, value in zip([*names, OUTGOING], given, strict=True)}
+        return derivative.computed(tensors, dy, sms)
+    values = {name: value.float() for name, value in zip([*names, OUTGOING], tensors, strict=True)}
     whole = evaluate(derivative.expression, values).expand(dy.shape)
     return whole.clone()  # it may be dy itself
 
@@ -276,18 +276,18 @@ def _(
     ]
 
 
-def _keep(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:  # noqa: ARG001  (torch gives it by name)
+def _save(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:  # noqa: ARG001  (torch gives it by name)
     ctx.expression, ctx.names, values, ctx.sms = inputs
     ctx.save_for_backward(*values)
 
 
 def _differentiate(ctx: Any, dy: Tensor) -> tuple[Any, ...]:
     wanted = list(ctx.needs_input_grad[2])
-    found = iter(_pointwise_backward(dy, ctx.expression, ctx.names, list(ctx.saved_tensors), wanted, ctx.sms))
-    return None, None, [next(found) if want else None for want in wanted], None
+    results = iter(_pointwise_backward(dy, ctx.expression, ctx.names, list(ctx.saved_tensors), wanted, ctx.sms))
+    return None, None, [next(results) if want else None for want in wanted], None
 
 
-_pointwise.register_autograd(_differentiate, setup_context=_keep)
+_pointwise.register_autograd(_differentiate, setup_context=_save)
 
 
 class _Pointwise(Computation):
@@ -302,5 +302,5 @@ class _Pointwise(Computation):
         inputs, wanted = list(ctx.saved_tensors), list(ctx.needs_input_grad[3:])
         direct = backward_directly(dy, *inputs)
         compute = _compute_pointwise_backward if direct else _pointwise_backward
-        found = iter(compute(dy, ctx.expression, ctx.names, inputs, wanted, ctx.sms))
-        return None, None, None, *(next(found) if want else None for want in wanted)
+        results = iter(compute(dy, ctx.expression, ctx.names, inputs, wanted, ctx.sms))
+        return None, None, None, *(next(results) if want else None for want in wanted)

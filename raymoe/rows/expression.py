@@ -6,7 +6,7 @@
                | "where" "(" comparison "," expression "," expression ")"
     comparison = expression ("<" | "<=" | ">" | ">=" | "==" | "!=") expression
 
-The result is a list of instructions, each on the results of earlier ones. Equal instructions are kept once, so neither
+The result is a list of instructions, each on the results of earlier ones. Equal instructions are on it once, so neither
 an expression nor its derivatives grow beyond the text's own size times a constant.
 """
 
@@ -48,7 +48,7 @@ COMPARISONS = {"<": "lt", "<=": "le", ">": "gt", ">=": "ge", "==": "eq", "!=": "
 
 @dataclass(frozen=True)
 class Instruction:
-    """An operation on the results of earlier instructions, given by their places.
+    """An operation on the results of earlier instructions, which `operands` names by their places.
 
     `op` is `input`, `number`, `neg`, `add`, `sub`, `mul`, `div`, a name in COMPARISONS or a function.
     """
@@ -107,16 +107,16 @@ class Expression:
     @property
     def names(self) -> tuple[str, ...]:
         """The names of the inputs, in the order in which they are first needed."""
-        return tuple(each.name for each in self.instructions if each.op == "input")
+        return tuple(step.name for step in self.instructions if step.op == "input")
 
 
 @functools.lru_cache(maxsize=256)
 def parse(text: str) -> Expression:
-    """Read an expression. Raises ConfigError that names the column and what was expected there.
+    """Read an expression. Raise a ConfigError that names the column and what was expected there.
 
     >>> parse("silu(a) * b + a").names
     ('a', 'b')
-    >>> [each.op for each in parse("silu(a) * b + silu(a)").instructions]
+    >>> [step.op for step in parse("silu(a) * b + silu(a)").instructions]
     ['input', 'silu', 'input', 'mul', 'add']
     >>> parse("a + * b")
     Traceback (most recent call last):
@@ -250,14 +250,14 @@ class _Parser:
         begin = space.end() if space else self._end
         if begin == len(self._text):
             return _Token("end", "", begin + 1)
-        found = _TOKEN.match(self._text, begin)
-        if found is None or found.lastgroup is None:
+        match = _TOKEN.match(self._text, begin)
+        if match is None or match.lastgroup is None:
             raise ConfigError(
                 f"expression {self._shown}, column {begin + 1}: {self._text[begin]!r} has no meaning; expected a "
                 "number, a name, a function or one of + - * / ( ) ,"
             )
-        self._end = found.end()
-        return _Token(found.lastgroup, found[0], begin + 1)
+        self._end = match.end()
+        return _Token(match.lastgroup, match[0], begin + 1)
 
     @property
     def _shown(self) -> str:
@@ -267,5 +267,5 @@ class _Parser:
         return f"expression {self._shown}, column {token.column}: {problem}"
 
     def _unexpected(self, expected: str) -> ConfigError:
-        found = repr(shown(self._next.text)) if self._next.text else "the end"
-        return ConfigError(self._at(self._next, f"found {found}, expected {expected}"))
+        token = repr(shown(self._next.text)) if self._next.text else "the end"
+        return ConfigError(self._at(self._next, f"found {token}, expected {expected}"))

@@ -1,6 +1,6 @@
-"""The norms and activations by torch, forward and backward: float32 results of rows of any dtype, to be rounded once.
+"""The norms and activations by torch, forward and backward. Rows have any dtype, results are float32.
 
-CPUs and older GPUs compute by these. torch.compile makes one kernel of each, so they serve as baselines too.
+CPUs and older GPUs compute by these formulas. torch.compile makes one kernel of each, so they serve as baselines too.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""Launch kernels of `raymoe.rows.pipe` on the current stream of a tensor's GPU. A process loads each of them once.
+"""Launch kernels over rows on the current stream of a tensor's GPU. A process loads a kernel once.
 
-A `KernelCall` is all of one launch, computed and checked anew. A `Prepared` was made from one, for tensors of the same
-kind: a call of it sets addresses and the number of rows, which takes a tenth of the time.
+A `KernelCall` is everything about one launch, computed and checked for its tensors. `Prepared` launches the same kernel
+for more tensors of that kind: it sets only addresses and the number of rows, which takes a tenth of the time.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ from raymoe.rows.tile_counters import TileCounters
 LEAST_CAPABILITY = (9, 0)
 MOST_TILES = 2**31
 MOST_KINDS = 512
-"""Kinds of tensors whose prepared launches a GPU keeps; the oldest go first. Launches of another kind are prepared
-again, which loads no kernel."""
+"""Kinds of tensors that have prepared launches on a GPU; the oldest is dropped first. To prepare a kind again loads no
+kernel."""
 
 
 def takes(x: torch.Tensor) -> bool:
@@ -44,7 +44,7 @@ def _has_bulk_copies(ordinal: int) -> bool:
 
 @dataclass(frozen=True)
 class KernelCall:
-    """A kernel, its blocks and its parameters. The blocks share `tiles`, of which each takes `at_once` at a time.
+    """A kernel, its blocks and its parameters. The blocks share `tiles`; a block takes `at_once` of them at a time.
 
     `blocks_of_sm`, `balanced` and `dynamic` are those of PipeShape. The parameters of a dynamic kernel have a field
     `work`, whose counter is set at each launch. An `early` kernel may begin before the one before it in the stream has
@@ -77,16 +77,16 @@ class KernelCall:
         return cls(source, shape.threads, shape.shared_bytes, params, tiles, *spread, breaks=breaks)
 
     def blocks(self, sms: int) -> int:
-        """The number of blocks on so many SMs."""
+        """The number of blocks on `sms` SMs."""
         parts = max(1, -(-self.tiles // self.at_once))
         return blocks_of(parts, sms * self.blocks_of_sm, balanced=self.balanced)
 
 
 class Prepared:
-    """A kernel and its parameters, of which each call sets some. Safe from several threads."""
+    """A kernel and its parameters, some of which a call sets. Safe from several threads."""
 
     def __init__(self, device: RowsDevice, call: KernelCall, sms: int | None, names: Sequence[str]) -> None:
-        """`names`: the parameters that a call sets, each of 32 or 64 bits."""
+        """`names`: the parameters that a call sets, of 32 or 64 bits."""
         self.call = call
         self._device, self._ordinal, self._current_stream = device, device.gpu.ordinal, device.current_stream
         self._launch = device.launch(call.source, call.early)
@@ -103,12 +103,12 @@ class Prepared:
         self._pointers_at = ctypes.addressof(self._pointers)
 
     def blocks(self, tiles: int) -> int:
-        """The number of blocks that share so many tiles."""
+        """The number of blocks that share `tiles` tiles."""
         parts = -(-tiles // self._at_once)
         return blocks_of(parts, self._most, balanced=self.call.balanced) if parts > self._most > 0 else parts
 
     def __call__(self, tiles: int, values: Sequence[int]) -> None:
-        """Launch on the current stream. The values are checked by nothing but their size."""
+        """Launch on the current stream. Only the sizes of the values are checked."""
         if not tiles:
             return
         blocks, launch = self.blocks(tiles), self._launch
@@ -123,7 +123,7 @@ class Prepared:
 
 
 class PreparedRows(Prepared):
-    """The same for a kernel whose parameters have a field `work`."""
+    """A prepared kernel whose parameters have a field `work`, so a call gives the number of rows."""
 
     def __init__(self, device: RowsDevice, call: KernelCall, sms: int | None, names: Sequence[str]) -> None:
         super().__init__(device, call, sms, (*names, "work.rows", "work.tiles"))
@@ -131,14 +131,14 @@ class PreparedRows(Prepared):
         self._tile_rows, self._pieces = params.work.tile_rows, params.work.pieces
 
     def tiles(self, rows: int) -> int:
-        """The number of tiles of so many rows."""
+        """The number of tiles of `rows` rows."""
         tiles: int = -(-rows // self._tile_rows) * self._pieces
         if tiles >= MOST_TILES:
             raise too_many_tiles(rows)
         return tiles
 
     def of_rows(self, rows: int, values: Sequence[int]) -> None:
-        """Launch for so many rows."""
+        """Launch for `rows` rows."""
         tiles = self.tiles(rows)
         self(tiles, [*values, rows, tiles])
 
@@ -156,7 +156,7 @@ class _Kind:
 
 
 class RowsDevice:
-    """The kernels of one GPU, and their launches: one for each kernel, and what is prepared for kinds of tensors."""
+    """The kernels of one GPU, with a launch for each, and the launches that are prepared for kinds of tensors."""
 
     def __init__(self, gpu: Gpu, kernels: Kernels) -> None:
         self.gpu, self._kernels = gpu, kernels
@@ -170,12 +170,12 @@ class RowsDevice:
         self._counters = TileCounters(gpu)
 
     def find(self, kind: Hashable, rows: int) -> Any:
-        """Return the launches that `keep` was given for such tensors and about as many rows, or None."""
+        """Return the launches that `keep` has for such tensors and about as many rows, or None."""
         known = self._kinds.get(kind)
         return None if known is None else known.launches.get(bisect_right(known.breaks, rows))
 
     def keep(self, kind: Hashable, rows: int, breaks: tuple[int, ...], prepared: Any) -> None:
-        """Let `find` find it. `kind` holds everything that the kernel, its block and its parameters depend on."""
+        """Let `find` return `prepared`. `kind` has all that the kernel, its block and its parameters depend on."""
         with self._lock:
             known = self._kinds.get(kind)
             if known is None:
@@ -185,13 +185,13 @@ class RowsDevice:
             known.launches[bisect_right(breaks, rows)] = prepared
 
     def prepare(self, kind: Hashable, rows: int, call: KernelCall, names: Sequence[str]) -> Prepared:
-        """Prepare a call on all SMs, and let `find` find it. `names`: the parameters that each launch sets."""
+        """Prepare a call on all SMs, and keep it. `names`: the parameters that a launch sets."""
         prepared = Prepared(self, call, None, names)
         self.keep(kind, rows, call.breaks, prepared)
         return prepared
 
     def run(self, call: KernelCall, sms: int | None) -> None:
-        """Launch a call as it is. Nothing to do if there are no tiles."""
+        """Launch a call as it is; without tiles there is nothing to do."""
         if call.tiles:
             Prepared(self, call, sms, ())(call.tiles, ())
 
@@ -229,15 +229,15 @@ _devices: dict[int, RowsDevice] = {}
 
 
 def device_of(ordinal: int) -> RowsDevice:
-    """The device of a tensor, by `get_device()`."""
-    found = _devices.get(ordinal)
-    return _opened(ordinal) if found is None else found
+    """Return the device with this number, which is `get_device()` of a tensor."""
+    device = _devices.get(ordinal)
+    return _opened(ordinal) if device is None else device
 
 
 def _opened(ordinal: int) -> RowsDevice:
     with _LOCK:
-        found = _devices.get(ordinal)
-        if found is None:
+        device = _devices.get(ordinal)
+        if device is None:
             gpu = Gpu.open(ordinal)
             if gpu.capability < LEAST_CAPABILITY:
                 gpu.close()
@@ -245,5 +245,5 @@ def _opened(ordinal: int) -> RowsDevice:
                     f"kernels with bulk copies need compute capability {LEAST_CAPABILITY}; {gpu.name} has "
                     f"{gpu.capability}"
                 )
-            found = _devices[ordinal] = RowsDevice(gpu, Kernels(gpu))
-        return found
+            device = _devices[ordinal] = RowsDevice(gpu, Kernels(gpu))
+        return device

@@ -1,8 +1,8 @@
 """RMSNorm, add + RMSNorm and LayerNorm over rows, with gradients.
 
-Sums are float32 and each result is rounded once. A backward computes the statistics of the rows again: it reads the
-rows in any case. The functions are `torch.library` operators for torch.compile and other onlookers; `direct.py` says
-when they compute without.
+Sums are float32 and each result is rounded once. A backward computes the statistics of the rows again, because it reads
+the rows in any case. The functions are `torch.library` operators, which torch.compile and others see; `direct.py` says
+when they compute without them.
 """
 
 from __future__ import annotations
@@ -143,7 +143,7 @@ def _check(op: str, x: Tensor, eps: float, form: ResultForm, **vectors: Tensor) 
 
 
 def check_columns(op: str, x: Tensor, form: ResultForm) -> None:
-    """Raise if scales by column are asked for rows that have no single dimension."""
+    """Raise if rows of several dimensions shall have scales by column."""
     if form.column and x.dim() != 2:
         raise ConfigError(f"{op}: x has shape {list(x.shape)}; scales by column need [T, H]: call .flatten(0, -2)")
 
@@ -152,6 +152,7 @@ def check_columns(op: str, x: Tensor, form: ResultForm) -> None:
 
 
 def _plain_rms_norm(x: Tensor, weight: Tensor, eps: float, sms: int | None) -> Tensor:
+    """Return y alone, without the empty total."""
     if launch.takes(x):
         return kernels.plain_rms_norm(x, weight, eps, limits_of(sms))
     return new_like(x).copy_(formulas.rms_norm(x, weight, eps))
@@ -208,7 +209,7 @@ def _(_dy: Tensor, _dtotal: Tensor | None, rows: Tensor, weight: Tensor, *_: obj
     return new_like(rows), new_like(weight)
 
 
-def _keep_rms_norm(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+def _save_rms_norm(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
     x, residual, weight, ctx.eps, ctx.sms = inputs
     ctx.added = residual is not None
     ctx.save_for_backward(output[1] if ctx.added else x, weight)
@@ -234,7 +235,7 @@ def _rms_norm_gradients(
     return gradients
 
 
-_rms_norm.register_autograd(_differentiate_rms_norm, setup_context=_keep_rms_norm)
+_rms_norm.register_autograd(_differentiate_rms_norm, setup_context=_save_rms_norm)
 
 
 class _RmsNorm(Computation):
@@ -256,7 +257,7 @@ class _AddRmsNorm(Computation):
         ctx: Any, x: Tensor, residual: Tensor, weight: Tensor, eps: float, sms: int | None
     ) -> tuple[Tensor, Tensor]:
         results = _compute_rms_norm(x, residual, weight, eps, sms)
-        _keep_rms_norm(ctx, (x, residual, weight, eps, sms), results)
+        _save_rms_norm(ctx, (x, residual, weight, eps, sms), results)
         return results
 
     backward = staticmethod(_differentiate_rms_norm)
@@ -328,7 +329,7 @@ def _(_dy: Tensor, x: Tensor, weight: Tensor, *_: object) -> tuple[Tensor, Tenso
     return new_like(x), new_like(weight), new_like(weight)
 
 
-def _keep_layer_norm(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:  # noqa: ARG001  (torch gives it by name)
+def _save_layer_norm(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:  # noqa: ARG001  (torch gives it by name)
     x, weight, _, ctx.eps, ctx.sms = inputs
     ctx.save_for_backward(x, weight)
 
@@ -340,7 +341,7 @@ def _differentiate_layer_norm(ctx: Any, dy: Tensor) -> tuple[Any, ...]:
     return *compute(dy, x, weight, ctx.eps, ctx.sms), None, None
 
 
-_layer_norm.register_autograd(_differentiate_layer_norm, setup_context=_keep_layer_norm)
+_layer_norm.register_autograd(_differentiate_layer_norm, setup_context=_save_layer_norm)
 
 
 class _LayerNorm(Computation):

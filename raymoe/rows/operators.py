@@ -64,8 +64,8 @@ def _extreme(comparison: str) -> Rule:
         half, zero = tape.add("mul", g, tape.number(0.5)), tape.number(0.0)
         equal = tape.add("eq", a, b)
 
-        def of(mine: int, other: int) -> int:
-            alone = tape.add("where", tape.add(comparison, mine, other), g, zero)
+        def of(operand: int, other: int) -> int:
+            alone = tape.add("where", tape.add(comparison, operand, other), g, zero)
             return tape.add("where", equal, half, alone)
 
         return of(a, b), of(b, a)
@@ -74,7 +74,7 @@ def _extreme(comparison: str) -> Rule:
 
 
 def _times(slope: Callable[[Tape, int, int], int]) -> Rule:
-    """The rule of a function of one value: g times its slope, which is made from its operand and its result."""
+    """The rule of a function of one value: g times its slope, which follows from its operand and its result."""
 
     def rule(tape: Tape, g: int, y: int, operands: tuple[int, ...]) -> tuple[int, ...]:
         return (tape.add("mul", g, slope(tape, operands[0], y)),)
@@ -164,13 +164,13 @@ def evaluate(expression: Expression, inputs: Mapping[str, torch.Tensor]) -> torc
     """
     some = next(iter(inputs.values()))
     results: list[torch.Tensor] = []
-    for each in expression.instructions:
-        if each.op == "input":
-            results.append(inputs[each.name])
-        elif each.op == "number":
-            results.append(torch.full((), each.number, dtype=some.dtype, device=some.device))
+    for step in expression.instructions:
+        if step.op == "input":
+            results.append(inputs[step.name])
+        elif step.op == "number":
+            results.append(torch.full((), step.number, dtype=some.dtype, device=some.device))
         else:
-            results.append(OPERATORS[each.op].value(*(results[operand] for operand in each.operands)))
+            results.append(OPERATORS[step.op].value(*(results[operand] for operand in step.operands)))
     return results[-1]
 
 
@@ -181,7 +181,7 @@ def evaluate(expression: Expression, inputs: Mapping[str, torch.Tensor]) -> torc
 def code(expression: Expression) -> str:
     """Write the expression as one C++ expression. Input i, in the order of `names`, is the float variable `v<i>`.
 
-    It is a lambda that is called where it stands, because a result that is used twice needs a variable.
+    The expression calls a lambda in its place, because a result that is used twice needs a variable.
 
     >>> from raymoe.rows.expression import parse
     >>> code(parse("silu(a) * b"))
@@ -193,12 +193,12 @@ def code(expression: Expression) -> str:
     last = len(expression.instructions) - 1
     variables: list[str] = []
     statements: list[str] = []
-    for place, each in enumerate(expression.instructions):
-        text, simple = _text(each, places, variables)
+    for place, step in enumerate(expression.instructions):
+        text, simple = _text(step, places, variables)
         if place == last:
             statements.append(f"return {text};")
         elif not simple:
-            kind = "bool" if each.op in COMPARISONS.values() else "float"
+            kind = "bool" if step.op in COMPARISONS.values() else "float"
             statements.append(f"const {kind} t{place} = {text};")
             text = f"t{place}"
         variables.append(text)
@@ -206,11 +206,11 @@ def code(expression: Expression) -> str:
 
 
 def _text(instruction: Instruction, places: Mapping[str, int], variables: list[str]) -> tuple[str, bool]:
-    """The text of an instruction, and whether it stands for itself: a variable or a number."""
+    """The text of an instruction, and whether it needs no variable of its own, as a number or a variable."""
     if instruction.op == "input":
         return f"v{places[instruction.name]}", True
     if instruction.op == "number":
-        # All digits of the float32, in base 16: the compiler refuses a number that it would round to a denormal one. A
+        # Base 16 has all digits of the float32: the compiler refuses a number that it would round to a denormal one. A
         # negative number is in brackets, so that no `--` arises.
         text = f"{ctypes.c_float(instruction.number).value.hex()}f"
         return (f"({text})" if instruction.number < 0 else text), True
@@ -235,18 +235,19 @@ def gradients(expression: Expression) -> Mapping[str, Expression]:
     """
     tape = Tape(expression.instructions)
     result = len(expression.instructions) - 1
-    found: dict[int, int] = {result: tape.input(OUTGOING)}
+    gradient_of: dict[int, int] = {result: tape.input(OUTGOING)}
     for place in range(result, -1, -1):
         instruction = expression.instructions[place]
         operator = OPERATORS.get(instruction.op)
-        if place not in found or operator is None or operator.rule is None:
+        if place not in gradient_of or operator is None or operator.rule is None:
             continue
-        of_operands = operator.rule(tape, found[place], place, instruction.operands)
+        of_operands = operator.rule(tape, gradient_of[place], place, instruction.operands)
         for operand, gradient in zip(instruction.operands, of_operands, strict=True):
             if gradient is not None:
-                found[operand] = tape.add("add", found[operand], gradient) if operand in found else gradient
+                known = gradient_of.get(operand)
+                gradient_of[operand] = gradient if known is None else tape.add("add", known, gradient)
     return {
-        each.name: Expression.of(tape, found[place])
-        for place, each in enumerate(expression.instructions)
-        if each.op == "input" and place in found
+        step.name: Expression.of(tape, gradient_of[place])
+        for place, step in enumerate(expression.instructions)
+        if step.op == "input" and place in gradient_of
     }

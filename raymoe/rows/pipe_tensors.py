@@ -1,4 +1,4 @@
-"""Tensors as the kernels of `raymoe.rows.pipe` take them: structs with their addresses and strides, checked first."""
+"""The tensors of kernels over rows: their checks, and the parameters with their addresses and strides."""
 
 from __future__ import annotations
 
@@ -102,7 +102,6 @@ def work_of(shape: PipeShape, rows: int, hidden: int) -> PipeWork:
 
 # The kinds of tensors for which launches are prepared.
 
-
 SCALES = ("fp8.scales", "fp8.scale_row", "fp8.scale_block")
 
 
@@ -111,30 +110,30 @@ def addresses_of(
 ) -> list[int] | None:
     """The addresses of vectors and of rows of one shape; None: one of them is not aligned.
 
-    `kind` grows by what the kernel and its parameters depend on, but for addresses and the number of rows. What calls
-    of one kind cannot differ in is not in it: `raymoe.moe` has checked the shapes.
+    `kind` grows by everything that the kernel and its parameters depend on, except addresses and the number of rows.
+    Shapes are not in it, because the functions over rows have checked them.
     """
     addresses, bits = [], 0
-    for each in vectors:
-        at = each.data_ptr()
+    for vector in vectors:
+        at = vector.data_ptr()
         addresses.append(at)
         bits |= at
-        kind.append(each.dtype if each.is_contiguous() else (each.dtype, each.stride()))
+        kind.append(vector.dtype if vector.is_contiguous() else (vector.dtype, vector.stride()))
     count, regular = rows[0].numel(), True
-    for each in rows:
-        at = each.data_ptr()
+    for tensor in rows:
+        at = tensor.data_ptr()
         addresses.append(at)
         bits |= at
-        kind.append(each.dtype)
-        regular = regular and each.is_contiguous() and each.numel() == count
+        kind.append(tensor.dtype)
+        regular = regular and tensor.is_contiguous() and tensor.numel() == count
     if not regular:
         # One is not contiguous, so there are at least two rows, and parameters have the strides of all.
-        kind.append(tuple((each.shape[1:], each.stride(), each.numel() == count) for each in rows))
+        kind.append(tuple((tensor.shape[1:], tensor.stride(), tensor.numel() == count) for tensor in rows))
     return None if bits % ALIGNMENT else addresses
 
 
 def scales_of(scales: torch.Tensor, kind: list[Hashable]) -> tuple[int, int, int]:
-    """The values of SCALES, for the scales of 8-bit floats."""
+    """The values of the parameters SCALES; `kind` grows by the scales' dtype and shape."""
     kind.append((scales.dtype, scales.shape[1:]))
     row, block = scales.stride()
     return scales.data_ptr(), 4 * row, 4 * block
@@ -198,9 +197,9 @@ def rows_of(tensor: torch.Tensor, name: str, shape: Sequence[int], offset: int =
 
 
 def one_dtype(tensors: Sequence[torch.Tensor]) -> None:
-    found = dict.fromkeys(str(each.dtype) for each in tensors)
-    if len(found) > 1:
-        raise ConfigError(f"tensors of {' and '.join(found)}, which must have one dtype")
+    dtypes = dict.fromkeys(str(tensor.dtype) for tensor in tensors)
+    if len(dtypes) > 1:
+        raise ConfigError(f"tensors of {' and '.join(dtypes)}, which must have one dtype")
 
 
 def in_stage(tensors: Sequence[torch.Tensor], shape: PipeShape) -> tuple[PipeRows, ...]:

@@ -12,7 +12,7 @@ COLUMN_ALIGNMENT = 4
 
 
 def new_like(x: Tensor) -> Tensor:
-    """Allocate memory of the shape of x, contiguous whatever the strides of x are."""
+    """Allocate contiguous memory of the shape of x, whatever its strides are."""
     return torch.empty_like(x) if x.is_contiguous() else torch.empty_like(x, memory_format=torch.contiguous_format)
 
 

@@ -9,12 +9,12 @@ from raymoe.cuda.gpu import LAST_DEFAULT_STREAM, Gpu
 from raymoe.cuda.graph import relaxed_capture_mode
 
 SPACING = 32
-"""Bytes from counter to counter: launches that run at once use a sector of the L2 cache each."""
+"""Bytes from counter to counter, so that launches that run at once use different sectors of the L2 cache."""
 TOGETHER = 16384
 """Counters that are allocated at a time: 512 KiB."""
 
 
-class _OfThread(threading.local):
+class _ThreadCounters(threading.local):
     def __init__(self) -> None:
         self.counters: dict[tuple[int, int, int], int] = {}
 
@@ -35,7 +35,7 @@ class TileCounters:
         self._free: list[int] = []
         self._of_streams: dict[int, tuple[int, int]] = {}
         """The id and the counter of each stream, by the number of the stream."""
-        self._of_thread = _OfThread()
+        self._of_thread = _ThreadCounters()
 
     def of_stream(self, stream: int) -> int:
         """Return the address of the counter of a stream's eager launches."""
@@ -46,7 +46,7 @@ class TileCounters:
                 counter = self.new()
                 self._of_streams[stream] = stream_id, counter
             return counter
-        # Each green context has default streams of these numbers, and one of them is another stream in each thread.
+        # Every green context has default streams of these numbers, and one of them is another stream in each thread.
         known, key = self._of_thread.counters, (stream, stream_id, self._context_id())
         if key not in known:
             known[key] = self.new()

@@ -256,8 +256,8 @@ INJECTED_BUGS = {
     "a bias without its weight": ("add_expert_bias.cu", "added[j] * weight", "added[j]"),
     "the last rows of a slice forgotten": (
         "expert_sums.cu",
-        "min(begin + each, count)",
-        "min(begin + each - 1, count)",
+        "min(begin + length, count)",
+        "min(begin + length - 1, count)",
     ),
     "the sums of a warp forgotten": ("expert_sums.cu", "warp < ROWS_WARPS; ++warp", "warp < ROWS_WARPS - 1; ++warp"),
     "a place overwritten too soon": (

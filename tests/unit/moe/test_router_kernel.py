@@ -108,13 +108,13 @@ def test_logits_that_are_not_finite_give_valid_ids_and_the_weights_of_the_formul
     assert not weights[1].isnan().any()
 
 
-LAST_LANE = "31 - __clz(__ballot_sync(ALL_LANES, mine == best))"
+LAST_LANE = "31 - __clz(__ballot_sync(ALL_LANES, own == best))"
 INJECTED_BUGS = {
     "of equal lanes the last": (
         "qwen3",
         Change(
             "router.cu",
-            "__ffs(__ballot_sync(ALL_LANES, mine == best)) - 1",
+            "__ffs(__ballot_sync(ALL_LANES, own == best)) - 1",
             LAST_LANE,
         ),
     ),
@@ -132,7 +132,7 @@ INJECTED_BUGS = {
     "one group too many": ("deepseek_v2", Change("router.cu", "better < TOPK_GROUPS", "better <= TOPK_GROUPS")),
     "the bias weighs": (
         "kimi_k2",
-        Change("router.cu", "here ? scores[i] : found.score", "here ? float_of(orders[i]) : found.score"),
+        Change("router.cu", "here ? scores[i] : choice.score", "here ? float_of(orders[i]) : choice.score"),
     ),
     "the bias counts the other way": ("kimi_k2", Change("router.cu", "value += __uint", "value -= __uint")),
     "places without an expert": (

@@ -94,7 +94,7 @@ INJECTED_BUGS = {
             "publish_number(turn, number);\n                await_empty(turn);\n                load",
         ),
     ),
-    "dynamic: a number after the bytes are told": (
+    "dynamic: a number after the bytes are announced": (
         DYNAMIC,
         injected(
             "publish_number(turn, number);\n                load(turn, placed(turn, number));",

@@ -35,7 +35,7 @@ __device__ __forceinline__ u64 end_of_rows(const ExpertLayout& p) {
     return min(p.capacity, static_cast<u64>(first_row_of(p, p.experts)));
 }
 
-// Where a row is. Rows in the gap after an expert's last row are of none.
+// The expert of a row. Rows in the gap after an expert's last row have none.
 struct Place {
     u32 expert;
     bool in_gap;
@@ -80,8 +80,8 @@ __device__ __forceinline__ void for_each_place(u32 width, Compute compute) {
     }
 }
 
-// The weight of a row, of float32[rows]; 1 without WEIGHTED. That of a row in a gap is 0 and not read, so what is
-// multiplied by it is 0 too.
+// The weight of a row, of float32[rows]; 1 without WEIGHTED. A row in a gap has weight 0, which is not read, so
+// products with it are 0 too.
 __device__ __forceinline__ float weight_of(const u8* weights, u64 row, const Place& place) {
     if (place.in_gap) {
         return 0.0f;

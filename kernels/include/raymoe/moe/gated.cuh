@@ -2,7 +2,7 @@
 // from above and up from both sides. With alpha 1, up_plus 0 and an infinite limit it is SwiGLU.
 //
 // INTERLEAVED: gate and up take turns in the columns; else all of gate comes first. BIASED: a bias of the row's expert
-// is added to both before. All of it is float32 from bfloat16 numbers.
+// is added to both before. Everything is computed in float32, from bfloat16 numbers.
 #pragma once
 
 #include "raymoe/moe/expert_rows.cuh"
@@ -24,7 +24,7 @@ struct GatedForm {
     float alpha;
     float limit;
     float up_plus;
-    u32 width;  // of a row of h, in places of eight elements
+    u32 width;  // places of eight elements in a row of h
 };
 
 // 16 bytes of gate and up each, from which one place of h follows. INTERLEAVED: the first and second half of these

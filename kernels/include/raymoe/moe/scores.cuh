@@ -39,15 +39,15 @@ __device__ __forceinline__ ptx::Bytes16 load_if(bool wanted, const u8* at) {
 // Loads a row of EXPERTS numbers. A place without an expert becomes -infinity. The row begins at a multiple of
 // LOAD_BYTES.
 __device__ __forceinline__ void load_logits(const u8* row, float (&into)[PER_LANE]) {
-    constexpr u32 EACH = LOAD_BYTES / LOGIT_TYPE::BYTES;
+    constexpr u32 PER_LOAD = LOAD_BYTES / LOGIT_TYPE::BYTES;
     const u32 first = threadIdx.x % 32 * PER_LANE;
 #pragma unroll
-    for (u32 i = 0; i < PER_LANE; i += EACH) {
+    for (u32 i = 0; i < PER_LANE; i += PER_LOAD) {
         const bool there = first + i < EXPERTS;
         float wide[LOGIT_TYPE::COUNT];
         LOGIT_TYPE::unpack(load_if(there, row + static_cast<u64>(first + i) * LOGIT_TYPE::BYTES), wide);
 #pragma unroll
-        for (u32 j = 0; j < EACH; ++j) {
+        for (u32 j = 0; j < PER_LOAD; ++j) {
             into[i + j] = there ? wide[j] : __uint_as_float(0xFF800000);
         }
     }

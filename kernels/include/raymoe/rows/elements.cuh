@@ -26,17 +26,17 @@ struct Elements {
         return loaded;
     }
 
-    // Each of these gives zeros if not `wanted`.
+    // Loads give zeros if not `wanted`.
     static __device__ __forceinline__ Elements load_if(bool wanted, const u8* at) {
         return loaded_by([&](u32 offset) { return ptx::load_16_if(wanted, at + offset, {0, 0}); });
     }
 
-    // Of memory that is not read again soon.
+    // For memory that is not read again soon.
     static __device__ __forceinline__ Elements load_once_if(bool wanted, const u8* at) {
         return loaded_by([&](u32 offset) { return ptx::load_16_once_if(wanted, at + offset, {0, 0}); });
     }
 
-    // Of a vector that all rows use.
+    // For a vector that all rows use.
     static __device__ __forceinline__ Elements load_constant_if(bool wanted, const u8* at) {
         return loaded_by([&](u32 offset) { return ptx::load_16_constant_if(wanted, at + offset, {0, 0}); });
     }
@@ -61,7 +61,7 @@ struct Elements {
         }
     }
 
-    // The same elements, which the compiler then unpacks at each use.
+    // Returns the same elements, so that the compiler unpacks them at each use.
     __device__ __forceinline__ Elements unknown() const {
         Elements same;
 #pragma unroll
@@ -98,7 +98,7 @@ __device__ __forceinline__ Elements<Type> take(const PipeRows& from, const Tile&
     }
 }
 
-// Puts eight elements where `take` found those of `stage`: into the stage, or, without stages, into `out`.
+// Stores eight elements: into the stage, where `take` loads from, or, without stages, into `out`.
 template <class Type>
 __device__ __forceinline__ void put(const Elements<Type>& elements, const PipeRows& out, const Tile& tile, u32 r,
                                     u32 eight) {
@@ -130,7 +130,7 @@ __device__ __forceinline__ u32 reach_of(const float (&values)[8], bool finite) {
     return __float_as_uint(largest);
 }
 
-// Replaces the reach of each thread's vectors by that of their blocks, which half a warp holds.
+// Replaces the reaches of a thread's vectors by those of their blocks, each of which half a warp holds.
 template <u32 COUNT>
 __device__ __forceinline__ void join_reaches(u32 (&reaches)[COUNT]) {
 #pragma unroll
@@ -142,24 +142,24 @@ __device__ __forceinline__ void join_reaches(u32 (&reaches)[COUNT]) {
     }
 }
 
-// Results that are used twice: kept if they fit into registers, else computed again.
+// Results that are used twice. Registers hold them if they suffice; else they are computed again.
 template <u32 COUNT, class Value>
 class Twice {
   public:
     __device__ __forceinline__ explicit Twice(Value value) : value_(value) {
-        if constexpr (KEPT) {
+        if constexpr (HELD) {
 #pragma unroll
             for (u32 i = 0; i < COUNT; ++i) {
-                value(i, kept_[i]);
+                value(i, held_[i]);
             }
         }
     }
 
     __device__ __forceinline__ void get(u32 i, float (&into)[8]) const {
-        if constexpr (KEPT) {
+        if constexpr (HELD) {
 #pragma unroll
             for (u32 j = 0; j < 8; ++j) {
-                into[j] = kept_[i][j];
+                into[j] = held_[i][j];
             }
         } else {
             value_(i, into);
@@ -167,15 +167,15 @@ class Twice {
     }
 
   private:
-    static constexpr bool KEPT = COUNT <= 6;
+    static constexpr bool HELD = COUNT <= 6;
 
     Value value_;
-    float kept_[KEPT ? COUNT : 1][8];
+    float held_[HELD ? COUNT : 1][8];
 };
 
-// Quantises and stores COUNT times eight elements of row `row`, of which those numbered i stand at `first + i * step`
-// if that is less than `width`. All threads of a warp call this, and `first` counts them; half a warp has a block.
-// `value(i, into)` computes the elements.
+// Quantises and stores COUNT times eight elements of row `row`. Elements number i are eight `first + i * step`, if that
+// is less than `width`. All threads of a warp call this, with `first` one more from thread to thread; half a warp has a
+// block. `value(i, into)` computes the elements.
 template <u32 COUNT, class Value>
 __device__ __forceinline__ void quantise_row(const PipeFp8& out, u64 row, u32 first, u32 step, u32 width, Value value) {
     static_assert(COUNT <= 16, "each of 16 threads computes the scale of one block");
@@ -191,22 +191,22 @@ __device__ __forceinline__ void quantise_row(const PipeFp8& out, u64 row, u32 fi
     };
     u32 reaches[COUNT];
     join(reaches, false);
-    const u32 half = threadIdx.x % 32 / 16 * 16, mine = threadIdx.x % 16;
+    const u32 half = threadIdx.x % 32 / 16 * 16, block = threadIdx.x % 16;
     u32 reach = 0;
 #pragma unroll
     for (u32 i = 0; i < COUNT; ++i) {
-        reach = mine == i ? reaches[i] : reach;
+        reach = block == i ? reaches[i] : reach;
     }
     if (__any_sync(0xFFFFFFFF, reach == INFINITE)) {  // seldom, so it may cost a second pass
         join(reaches, true);
 #pragma unroll
         for (u32 i = 0; i < COUNT; ++i) {
-            reach = mine == i ? reaches[i] : reach;
+            reach = block == i ? reaches[i] : reach;
         }
     }
-    const Scaling scaling(__uint_as_float(reach));  // of block `mine` of this half warp
-    const u32 begins = first - mine + mine * step;
-    if (mine < COUNT && begins < width) {
+    const Scaling scaling(__uint_as_float(reach));  // of this half warp's block number `block`
+    const u32 begins = first - block + block * step;
+    if (block < COUNT && begins < width) {
         ptx::store_4(out.scales + row * out.scale_row + begins / 16 * out.scale_block, __float_as_uint(scaling.scale));
     }
     u8* const into = out.values + row * out.stride;

@@ -2,7 +2,7 @@
 //
 // Each group sums its rows' parts of a vector's gradient in registers, in the order of its turns, and stores the sum in
 // a row of its own. sum_partials.cu adds these rows in their order. So a gradient is the same in every run on the same
-// number of blocks. No atomics: their order would change from run to run.
+// number of blocks. Atomics would add in another order in each run.
 #pragma once
 
 #include "raymoe/rows/rows.cuh"
@@ -19,7 +19,7 @@ struct NormBackwardParams {
     u32 unused;
 };
 
-// A row that is used several times: in registers if they suffice, else taken again from its stage, or from memory.
+// A row that is used several times. Registers hold it if they suffice; else each use loads it from its stage or memory.
 template <class Type>
 class RowAgain {
   public:

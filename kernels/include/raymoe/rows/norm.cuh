@@ -1,4 +1,4 @@
-// The shared parts of the norms' forward kernels: their parameters, and how a row's results leave.
+// The shared parts of the norms' forward kernels: their parameters, and how they store the results of a row.
 #pragma once
 
 #include "raymoe/rows/rows.cuh"
@@ -16,12 +16,12 @@ struct NormParams {
     float eps;
     u32 unused;
     PipeRows inputs[2];   // x; residual
-    PipeRows outputs[2];  // y, if it is not quantised; x + residual. Each has the offset of its input
+    PipeRows outputs[2];  // y, unused if quantised; x + residual. They have the offsets of the inputs
     PipeWork work;
     PipeFp8 fp8;
 };
 
-// Puts row `r` of a tile, whose elements `value(i, into)` computes, where it leaves from.
+// Stores row `r` of a tile, whose elements `value(i, into)` computes: as 8-bit floats, or where `put` stores.
 template <class Value>
 __device__ __forceinline__ void put_results(const NormParams& p, const Tile& tile, u32 r, Value value) {
     if constexpr (FP8) {

@@ -9,7 +9,7 @@
 #endif
 
 #ifndef PIPE_VECTORS
-#define PIPE_VECTORS 8  // of a thread, at most, in each row of a tile
+#define PIPE_VECTORS 8  // the most vectors of a thread in each row of a tile
 #endif
 #ifndef WEIGHTED
 #define WEIGHTED 0  // whether each row of a result has a weight
@@ -19,13 +19,13 @@ namespace raymoe {
 
 constexpr u32 TOGETHER = PIPE_VECTORS < 2 ? PIPE_VECTORS : 2;  // vectors whose loads overlap
 
-// The work of rows before `*end`, a count on the device; all of it if `end` is null.
+// Bounds the work to rows before `*end`, a count on the device. Without `end` all of it stays.
 __device__ __forceinline__ PipeWork bounded(PipeWork work, const u8* end) {
     if (end == nullptr) {
         return work;
     }
-    const int found = static_cast<int>(ptx::load_4(end));
-    const u64 rows = found < 0 ? 0 : static_cast<u64>(found);
+    const int count = static_cast<int>(ptx::load_4(end));
+    const u64 rows = count < 0 ? 0 : static_cast<u64>(count);
     work.rows = min(work.rows, rows);
     work.tiles = static_cast<u32>((work.rows + work.tile_rows - 1) / work.tile_rows) * work.pieces;
     return work;

@@ -5,8 +5,8 @@
 // the number of stages is a multiple of the number of groups.
 //
 //   thread          for each of its turns
-//   producer        waits until the stage is empty; DYNAMIC: leaves the tile's number beside it; tells `full` the bytes
-//                   of ALL inputs; begins a bulk load of each input, which completes on `full`
+//   producer        waits until the stage is empty; DYNAMIC: writes the tile's number beside it; lets `full` expect the
+//                   bytes of ALL inputs; begins a bulk load of each input, which completes on `full`
 //   each thread     waits for `full`; reads its part of the tile into registers; computes; writes results over the
 //   of the group    input; fence of the proxies
 //   each warp but   arrives at `empty`
@@ -18,7 +18,7 @@
 // Each stage has two barriers, and each phase of a barrier is one turn of its stage:
 //   full    one arrival: the producer, with the bytes. Turn t is in the stage when phase t / STAGES is over
 //   empty   an arrival of each warp of the group. The stage may be loaded again when phase t / STAGES is over
-// A thread can tell only the parity of a phase, so it must never wait two phases ahead:
+// A thread sees only the parity of a phase, so it must never wait two phases ahead:
 //   full    turn t is loaded only after each warp of the group has arrived at `empty` of turn t - STAGES, so it has
 //           waited for that turn before
 //   empty   the producer has waited for the phase before, at turn t - STAGES
@@ -38,13 +38,13 @@
 //
 // PIPE_DYNAMIC chooses which tiles a block takes:
 //   0   block b takes the tiles b, b + blocks, b + 2 * blocks and so on. Gradients need it: their sums have an order
-//   1   block b begins with tile b. Then its producer takes the next tile that no block has taken, so no SM waits for a
-//       slower one. A counter in global memory tells it
+//   1   block b begins with tile b. Then a counter in global memory gives its producer the next tile that no block has
+//       taken, so no SM waits for a slower one
 //
 // The counter is 0 before a launch. Each increment gives a producer the number of a tile: blocks + the value before. So
 // the numbers from `blocks` on are taken once each, and a block's numbers rise. A producer asks for AHEAD numbers at
 // its start and for one at each tile, because an answer takes about 0.55 us (H100, 2026-11-25). So a launch has as many
-// increments as tiles, and AHEAD more for each block. The last one wraps the counter to 0. It orders nothing.
+// increments as tiles, and AHEAD more for each block. The last one wraps the counter to 0. Increments order nothing.
 // Two launches that may run at the same time need a counter each (raymoe/rows/tile_counters.py).
 //
 // The number beside a stage, 4 bytes of shared memory:
@@ -53,11 +53,11 @@
 // A number that is no tile ends a group. The producer gives one to each group when it has no tile left.
 //
 // PIPE_LOADING chooses another way to the same tiles, for the same code:
-//   IN_TURN   the anti-pattern, kept as a baseline. A group has one stage and one barrier. For each input in turn it
+//   IN_TURN   the baseline, an anti-pattern. A group has one stage and one barrier. For each input in turn it
 //             initialises the barrier, loads, waits, and invalidates the barrier. Nothing overlaps
 //   PLAIN     no stages: ordinary loads into registers, ordinary stores. On the whole GPU the hardware gives small
 //             blocks to SMs as they become free
-//   ROW       as PLAIN, with a block for each row and no loop: fewer registers, so more blocks fit on an SM
+//   ROW       PLAIN with a block for each row and no loop: fewer registers, so more blocks fit on an SM
 //
 // Dynamic shared memory: STAGES x stage_bytes; `full`, `empty` and the number of each stage, 8 bytes each; sums of the
 // groups (sums.cuh). raymoe/rows/pipe_shape.py computes the same sum.
@@ -72,7 +72,7 @@
 #define PIPE_GROUPS 2
 #endif
 #ifndef PIPE_WARPS
-#define PIPE_WARPS 4  // of a group
+#define PIPE_WARPS 4  // warps of a group
 #endif
 #ifndef PIPE_LOADING
 #define PIPE_LOADING PIPED
@@ -84,7 +84,7 @@
 #define PIPE_DYNAMIC 0
 #endif
 #ifndef PIPE_RESIDENT
-#define PIPE_RESIDENT 512  // threads of an SM
+#define PIPE_RESIDENT 512  // threads that an SM holds at least
 #endif
 
 namespace raymoe {
@@ -99,7 +99,7 @@ constexpr u32 PIPE_THREADS = CONSUMERS + (LOADING == Loading::PIPED ? 32 : 0);
 // Without stages, an SM must hold blocks with PIPE_RESIDENT threads together. It bounds the registers of a thread.
 constexpr bool SHARES_SM = !STAGED && PIPE_THREADS < PIPE_RESIDENT;
 constexpr u32 LEAST_BLOCKS = SHARES_SM ? PIPE_RESIDENT / PIPE_THREADS : 1;
-constexpr u32 SUMS_BYTES = 2 * GROUP_WARPS * 16;  // of a group; GroupSums of sums.cuh says how they are used
+constexpr u32 SUMS_BYTES = 2 * GROUP_WARPS * 16;  // for a group; GroupSums of sums.cuh uses them
 constexpr bool DYNAMIC = PIPE_DYNAMIC;
 constexpr u32 AHEAD = DYNAMIC ? 2 : 0;  // numbers that a producer asks for before its first tile
 static_assert(!DYNAMIC || LOADING == Loading::PIPED, "only a producer takes tiles");
@@ -254,7 +254,7 @@ class Pipe {
     }
 
     __device__ __forceinline__ void produce() {
-        // Numbers of tiles: coming[k] is that of turn k, k + AHEAD + 1 and so on. The loop is unrolled: a move of a
+        // coming[k] is the number of the tile of turn k, k + AHEAD + 1 and so on. The loop is unrolled: a move of a
         // number to another register would wait for it.
         u32 coming[AHEAD + 1] = {blockIdx.x};
 #pragma unroll

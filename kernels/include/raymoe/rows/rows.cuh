@@ -22,7 +22,7 @@ namespace raymoe {
 
 static_assert(HIDDEN % 8 == 0, "rows are moved eight elements at a time");
 constexpr u32 ROW_EIGHTS = HIDDEN / 8;
-constexpr u32 VECTORS = (ROW_EIGHTS + GROUP_THREADS - 1) / GROUP_THREADS;  // of a thread
+constexpr u32 VECTORS = (ROW_EIGHTS + GROUP_THREADS - 1) / GROUP_THREADS;  // vectors of a thread
 constexpr float ONE_OVER_HIDDEN = 1.0f / HIDDEN;
 
 __device__ __forceinline__ u32 eight_of(u32 i) { return i * GROUP_THREADS + thread_in_group(); }
@@ -55,8 +55,8 @@ struct Part {
         return part;
     }
 
-    // Unpacks elements that have been unpacked before. Of a long row, the compiler may not keep the first numbers: they
-    // would be twice as many registers.
+    // Unpacks elements that have been unpacked before. For a long row, the compiler must not hold the numbers of the
+    // first time, which need twice as many registers.
     __device__ __forceinline__ void again(u32 i, float (&into)[8]) const {
         if constexpr (VECTORS > 6 && Type::BYTES < 4) {
             eights[i].unknown().unpack(into);
@@ -66,38 +66,38 @@ struct Part {
     }
 };
 
-// A vector that multiplies every row, such as a weight: kept in registers if it fits beside a row, else loaded again
+// A vector that multiplies every row, such as a weight. Registers hold it if it fits beside a row; else it is loaded
 // for each row, from the L1 cache.
-template <class Type, bool MAY_KEEP = true>
+template <class Type, bool MAY_HOLD = true>
 class Vector {
   public:
     __device__ __forceinline__ explicit Vector(const u8* at) : at_(at) {
-        if constexpr (KEPT) {
+        if constexpr (HELD) {
             part_ = Part<Type>::of_vector(at);
         }
     }
 
     __device__ __forceinline__ void unpack(u32 i, float (&into)[8]) const {
-        if constexpr (KEPT) {
+        if constexpr (HELD) {
             part_.eights[i].unknown().unpack(into);
         } else {
             const u8* const at = at_ + static_cast<u64>(eight_of(i)) * Elements<Type>::BYTES;
             if constexpr (VECTORS <= 7) {
                 Elements<Type>::load_constant_if(is_there(i), at).unpack(into);
-            } else {  // of a longer row, loads that the compiler moves forward would take too many registers
+            } else {  // for a longer row, loads that the compiler moves forward would take too many registers
                 Elements<Type>::load_if(is_there(i), at).unpack(into);
             }
         }
     }
 
   private:
-    static constexpr bool KEPT = MAY_KEEP && sizeof(Part<Type>) <= 96;
+    static constexpr bool HELD = MAY_HOLD && sizeof(Part<Type>) <= 96;
 
     const u8* at_;
     Part<Type> part_;
 };
 
-// Elements of a row that a warp of the group holds: of each VECTORS times 32 eights those before the row's end.
+// The number of elements of a row that a warp of the group holds: those of its VECTORS times 32 eights before the end.
 __device__ __forceinline__ constexpr u32 elements_of(u32 warp) {
     u32 eights = 0;
     for (u32 i = 0; i < VECTORS; ++i) {
@@ -107,8 +107,8 @@ __device__ __forceinline__ constexpr u32 elements_of(u32 warp) {
     return eights * 8;
 }
 
-// The mean of a row, and sums that need it, with one barrier. Each warp takes its own mean at first, and corrects its
-// sums when it has those of the others. No sum is the difference of two large ones. With d = the warp's mean - mean:
+// The mean of a row, and sums that need it, with one barrier. At first a warp takes its own mean, and corrects its sums
+// when it has the means of the others. No sum is the difference of two large ones. With d = the warp's mean - mean:
 //   sum of (x - mean)^2 = sum of (x - the warp's mean)^2 + elements * d^2
 //   sum of g * (x - mean) = sum of g * (x - the warp's mean) + d * sum of g
 struct Moments {
@@ -131,25 +131,25 @@ struct Moments {
             values[k + 1] = parts[k];
         }
         sums.gather(values, of_warps);
-        Moments found = {};
+        Moments row = {};
 #pragma unroll
         for (u32 warp = 0; warp < GROUP_WARPS; ++warp) {
-            found.mean += of_warps[warp][0];
+            row.mean += of_warps[warp][0];
         }
-        // The quotient, rounded once: so the mean of equal 16-bit elements is exact, and their results are the bias.
-        const float near = found.mean * ONE_OVER_HIDDEN;
-        found.mean = fmaf(fmaf(-near, HIDDEN, found.mean), ONE_OVER_HIDDEN, near);
+        // The quotient is rounded once, so the mean of equal 16-bit elements is exact, and their results are the bias.
+        const float near = row.mean * ONE_OVER_HIDDEN;
+        row.mean = fmaf(fmaf(-near, HIDDEN, row.mean), ONE_OVER_HIDDEN, near);
 #pragma unroll
         for (u32 warp = 0; warp < GROUP_WARPS; ++warp) {
             const float count = elements_of(warp);
-            const float distance = of_warps[warp][0] * one_over(elements_of(warp)) - found.mean;
-            found.squares += of_warps[warp][1] + count * distance * distance;
+            const float distance = of_warps[warp][0] * one_over(elements_of(warp)) - row.mean;
+            row.squares += of_warps[warp][1] + count * distance * distance;
             if constexpr (COUNT == 3) {
-                found.along += of_warps[warp][2] + distance * of_warps[warp][3];
-                found.of_g += of_warps[warp][3];
+                row.along += of_warps[warp][2] + distance * of_warps[warp][3];
+                row.of_g += of_warps[warp][3];
             }
         }
-        return found;
+        return row;
     }
 
   private:

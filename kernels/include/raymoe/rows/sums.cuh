@@ -21,7 +21,7 @@ __device__ __forceinline__ void add_in_warp(float (&values)[COUNT]) {
 // places, so one barrier a row is enough: a thread writes a place again after a barrier that all pass after reading it.
 class GroupSums {
   public:
-    static constexpr u32 MOST = 4;  // values that are summed at once
+    static constexpr u32 MOST = 4;  // the most values that are summed at once
 
     __device__ __forceinline__ explicit GroupSums(u32 memory) : memory_(memory) {}
 

@@ -9,7 +9,7 @@ namespace raymoe {
 struct PipeRows {
     u8* at;
     u64 stride;       // bytes from row to row
-    u32 eight_bytes;  // of eight elements
+    u32 eight_bytes;  // bytes of eight elements
     u32 offset;
 };
 
@@ -17,8 +17,8 @@ struct PipeWork {
     u64 rows;
     u32* taken;  // DYNAMIC: the counter of tiles
     u32 tiles;
-    u32 tile_rows;  // rows of a tile, if there are so many; 1 if a row has several pieces
-    u32 pieces;     // of a row
+    u32 tile_rows;  // the most rows of a tile; 1 if a row has several pieces
+    u32 pieces;     // pieces of a row
     u32 piece;      // eights (eight elements) of a piece; the last one may be shorter
     u32 width;      // eights of a row
     u32 stage_bytes;
@@ -27,9 +27,9 @@ struct PipeWork {
 struct Tile {
     u64 row;
     u32 rows;
-    u32 first;   // eight of each row
-    u32 eights;  // of each row
-    u32 stage;   // shared address
+    u32 first;   // its first eight in each row
+    u32 eights;  // its eights in each row
+    u32 stage;   // the shared address of its stage
     u32 turn;
 };
 
