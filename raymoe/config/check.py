@@ -82,8 +82,8 @@ class _Check:
             if not meaning.strict or entry is None or wrong or set(values) & set(meaning.values):
                 continue
             if decider is None or decider.source.level <= entry.source.level:
-                found = ", ".join("left out" if value is None else str(value) for value in values)
-                reason = f"means nothing with {meaning.decider} {found}"
+                listed = ", ".join("left out" if value is None else str(value) for value in values)
+                reason = f"means nothing with {meaning.decider} {listed}"
                 yield entry.problem(meaning.key, reason, f"it belongs to {', '.join(meaning.values)}")
 
     def _broken_rules(self, job: Job) -> Iterator[Problem]:
@@ -112,16 +112,16 @@ class _Check:
 
     def _blamed(self, wrong: BrokenRule, case: Case) -> tuple[str, Entry | None]:
         """Choose the key to report: of the keys that the rule reads, the one that was given last."""
-        given = [(key, self.sweep.entry(key, case.job) or self._entry(key)) for key in wrong.rule.keys]
+        entries = [(key, self.sweep.entry(key, case.job) or self._entry(key)) for key in wrong.rule.keys]
         ranked = [
             (entry.source.level, key in self.sweep.values, -i, key, entry)
-            for i, (key, entry) in enumerate(given)
+            for i, (key, entry) in enumerate(entries)
             if entry
         ]
         return max(ranked)[3:] if ranked else (wrong.rule.keys[0], None)
 
     def _problem_of(self, wrong: BrokenRule, case: Case, key: str, entry: Entry | None) -> Problem:
-        swept = any(each in self.sweep.values for each in wrong.rule.keys)
+        swept = any(name in self.sweep.values for name in wrong.rule.keys)
         reason = f"{wrong.reason} (case {case.name})" if swept else wrong.reason
         if entry is None:
             return Problem(self.layers.file, None, key, None, reason, wrong.hint)

@@ -74,17 +74,17 @@ class Choice:
 def choose(world: World, spec: ExchangeSpec, request: ExchangeRequest) -> Choice:
     """Choose the backend and the SMs that it takes. Collective: all ranks get the same result, or all raise."""
     problem = _request_error(world, spec, request)
-    asked = {} if problem else asdict(spec)
-    asked |= {"backend": request.backend, "sms": request.sms, "workspace": request.workspace is not None}
-    asked |= {"chunk": request.chunk}
+    choices = {} if problem else asdict(spec)
+    choices |= {"backend": request.backend, "sms": request.sms, "workspace": request.workspace is not None}
+    choices |= {"chunk": request.chunk}
     facts: list[RankFacts] = []
-    for rank, other in enumerate(world.swap((asked, problem, _facts(world)), "exchange: spec")):
+    for rank, other in enumerate(world.swap((choices, problem, _facts(world)), "exchange: spec")):
         assert isinstance(other, tuple)
         theirs, their_problem, their_facts = other
         facts.append(their_facts)
         if problem is None and their_problem is not None:
             raise ConfigError(f"rank {rank}: {their_problem}")
-        for key, value in asked.items():
+        for key, value in choices.items():
             if problem is None and theirs[key] != value:
                 here = f"{value!r} on rank {world.rank}"
                 raise ConfigError(f"{key} is {theirs[key]!r} on rank {rank} and {here}; an exchange has one spec")
@@ -114,7 +114,7 @@ def _make_choice(
     from raymoe.exchange.peer.workspace import Links, is_ll
 
     limit = None if request.sms == "auto" else int(request.sms)
-    most = min(MAX_DONE, *(found.sms for found in facts))
+    most = min(MAX_DONE, *(gpu.sms for gpu in facts))
     lines = name == "fused" and is_ll(spec, limit) and world.shared(Links).lines
     return Choice(name, most if limit is None else min(limit, most), lines)
 
@@ -137,12 +137,12 @@ def in_chunks(inside: Choice, spec: ExchangeSpec, request: ExchangeRequest, fact
         reasons.append(f"backend {inside.backend} waits for all rows: take fused, or leave chunk out")
     if inside.lines and request.chunk == "auto":
         reasons.append("few tokens cross at once")
-    if without := [rank for rank, found in enumerate(facts) if not found.bounded]:
+    if without := [rank for rank, gpu in enumerate(facts) if not gpu.bounded]:
         reasons.append(
             f"the NCCL of rank {without[0]} is older than 2.17 and takes SMs as it likes: take a later one, or leave "
             "chunk out"
         )
-    limit, most = None if request.sms == "auto" else int(request.sms), min(found.sms for found in facts)
+    limit, most = None if request.sms == "auto" else int(request.sms), min(gpu.sms for gpu in facts)
     if reason := too_many_sms(limit, most):
         reasons.append(reason)
     chunk = chunk_of(spec, request.chunk, reasons)
@@ -207,7 +207,7 @@ def why_not_between_domains(name: str, spec: ExchangeSpec, facts: Sequence[RankF
             f"hidden is {spec.hidden}; between domains values of {FP8} move in pieces of {ROW_BYTES}: leave the wire "
             "of dispatch out"
         )
-    if without := [rank for rank, found in enumerate(facts) if not found.nccl]:
+    if without := [rank for rank, gpu in enumerate(facts) if not gpu.nccl]:
         return f"the torch of rank {without[0]} was built without NCCL, which connects domains: take another torch"
     size = len(facts) // domains
     for domain in range(domains):
@@ -339,9 +339,9 @@ def _facts(world: World) -> RankFacts:
 
 
 def _no_nccl(facts: Sequence[RankFacts]) -> str | None:
-    if without := [rank for rank, found in enumerate(facts) if not found.nccl]:
+    if without := [rank for rank, rank_facts in enumerate(facts) if not rank_facts.nccl]:
         return f"the torch of rank {without[0]} was built without NCCL: take fused or staged, or another torch"
-    gpus = [found.gpu for found in facts]
+    gpus = [rank_facts.gpu for rank_facts in facts]
     for rank, gpu in enumerate(gpus):
         if gpus.index(gpu) != rank:
             return (
@@ -358,24 +358,23 @@ def _no_round_kernels(spec: ExchangeSpec, ranks: int) -> str | None:
     'experts a rank is 4096; collective and allgather take at most 3072 on GPUs'
     """
     rows = ranks * spec.tokens * max(spec.topk, -(-spec.row_bytes // SPREAD_BYTES))
-    for key, asked in (("ranks", ranks), ("experts a rank", spec.local_experts(ranks)), ("pieces of rows", rows)):
-        if asked > ROUNDS_MOST[key]:
-            return f"{key} is {asked}; collective and allgather take at most {ROUNDS_MOST[key]} on GPUs"
+    for key, size in (("ranks", ranks), ("experts a rank", spec.local_experts(ranks)), ("pieces of rows", rows)):
+        if size > ROUNDS_MOST[key]:
+            return f"{key} is {size}; collective and allgather take at most {ROUNDS_MOST[key]} on GPUs"
     return None
 
 
 def _no_kernels(name: str, spec: ExchangeSpec, facts: Sequence[RankFacts]) -> str | None:
-    for rank, found in enumerate(facts):
-        if found.capability < FUSED_CAPABILITY:
-            has, needs = (".".join(map(str, each)) for each in (found.capability, FUSED_CAPABILITY))
+    for rank, gpu in enumerate(facts):
+        if gpu.capability < FUSED_CAPABILITY:
+            has, needs = (".".join(map(str, version)) for version in (gpu.capability, FUSED_CAPABILITY))
             return (
-                f"{found.name} of rank {rank} has compute capability {has}; {name} needs {needs} or more: take "
-                "collective"
+                f"{gpu.name} of rank {rank} has compute capability {has}; {name} needs {needs} or more: take collective"
             )
     entries = spec.tokens * spec.topk  # all of them may name one expert
     sizes = (spec.hidden, spec.topk, spec.experts, len(facts), entries)
-    asked = dict(zip(FUSED_MOST, sizes, strict=True))
+    needed = dict(zip(FUSED_MOST, sizes, strict=True))
     for key, most in FUSED_MOST.items():
-        if asked[key] > most:
-            return f"{key} is {asked[key]}; {name} takes at most {most}: take collective"
+        if needed[key] > most:
+            return f"{key} is {needed[key]}; {name} takes at most {most}: take collective"
     return None

@@ -56,7 +56,7 @@ class Gang:
         self._next_poll = 0.0
         self._failed = False  # a rank failed in the current call
         self._suspicious = False  # a rank failed, perhaps because a node is lost
-        self._asked_at = time.monotonic()
+        self._called_at = time.monotonic()
         self._first_answer: float | None = None
         self._cursor = 0  # finished cases taken from rank 0
         self._taken: dict[int, int] = {}  # reports taken from each rank
@@ -135,7 +135,7 @@ class Gang:
         for rank, actor in enumerate(self.actors):
             ref = getattr(actor, method).options(name=f"rank{rank} {method}").remote(*arguments(rank))
             self._calls[ref] = Call(method, rank)
-        self._asked_at, self._first_answer = time.monotonic(), None
+        self._called_at, self._first_answer = time.monotonic(), None
 
     def describe_ranks(self) -> tuple[dict[str, object], ...]:
         """Return process, node and GPU of each rank, for environment.json and for a user who wants to inspect one."""
@@ -205,7 +205,9 @@ class Gang:
                 self.locations.clear()
                 self._start(seats)
                 return []
-            self.nodes = {name: nodes.find_node(name) for name in {each.node for each in self.locations.values()}}
+            self.nodes = {
+                name: nodes.find_node(name) for name in {location.node for location in self.locations.values()}
+            }
             settings = [self._settings(rank) for rank in range(self.size)]
             self._ask("open", lambda rank: (settings[rank],))
             return []
@@ -264,13 +266,13 @@ class Gang:
         location = self.locations.get(rank)
         return None if location is None else self.nodes.get(location.node)
 
-    def _node_loss(self, rank: int, found: str) -> sv.NodeLost:
-        """Return the event that a node is lost. `found` says how, of one of its ranks."""
+    def _node_loss(self, rank: int, how: str) -> sv.NodeLost:
+        """Return the event that a node is lost. `how` says what one of its ranks shows."""
         node = self._node_of(rank)
-        others = [each for each in sorted(self.locations) if each != rank and node and self._node_of(each) == node]
+        others = [other for other in sorted(self.locations) if other != rank and node and self._node_of(other) == node]
         also = f", and so did rank {', '.join(map(str, others))}" if others and len(self.nodes) > 1 else ""
         return sv.NodeLost(
-            rank, f"rank {rank} {found}, whose raylet is gone{also}; see `ray status`, and whether that machine is up"
+            rank, f"rank {rank} {how}, whose raylet is gone{also}; see `ray status`, and whether that machine is up"
         )
 
     def _find_lost_node(self, events: list[sv.Event]) -> list[sv.Event]:
@@ -295,8 +297,8 @@ class Gang:
         location = self.locations.get(call.rank)
         pid = f" (pid {location.process[0]})" if location else ""
         node = self._node_of(call.rank) or "its node"
-        found = f"rank {call.rank}{pid} died in `{call.method}`: Ray ended it because {node} ran low on memory"
-        return f"{found}; lower shape or world.ranks, or see RAY_memory_usage_threshold"
+        death = f"rank {call.rank}{pid} died in `{call.method}`: Ray ended it because {node} ran low on memory"
+        return f"{death}; lower shape or world.ranks, or see RAY_memory_usage_threshold"
 
     def _death_message(self, call: Call) -> str:
         location = self.locations.get(call.rank)
@@ -330,10 +332,10 @@ class Gang:
     def _on_poll(self, rank: int, ref: ray.ObjectRef[Any]) -> list[sv.Event]:
         if self._polls.get(rank, (None,))[0] != ref:
             return []  # `_last_poll` has asked for the same cases in the meantime
-        _, asked = self._polls.pop(rank)
+        _, sent = self._polls.pop(rank)
         status, event = self._read(Call("poll", rank), ref)
         if event is None:
-            self.shifts[rank] = ClockShift.of_answer(asked, status.now, time.monotonic())
+            self.shifts[rank] = ClockShift.of_answer(sent, status.now, time.monotonic())
             self._record(rank, status)
         return [] if event is None else [event]
 
@@ -366,15 +368,15 @@ class Gang:
     def _find_overdue(self) -> list[sv.Event]:
         """Return the first rank that should have answered by now."""
         now, limit_s = time.monotonic(), self.job.world.wait_timeout_s + MARGIN_S
-        for rank, (_, asked) in self._polls.items():
-            if now - asked > limit_s:
-                message = f"rank {rank} has not answered for {now - asked:.0f} s; its process still runs"
+        for rank, (_, sent) in self._polls.items():
+            if now - sent > limit_s:
+                message = f"rank {rank} has not answered for {now - sent:.0f} s; its process still runs"
                 return [sv.NotAnswering(rank, message, 5)]
         for call in self._calls.values():
             if call.method == "run":
                 continue
             late = self._first_answer is not None and now - self._first_answer > limit_s
-            if late or now - self._asked_at > START_S + limit_s:
-                message = f"rank {call.rank} did not answer `{call.method}` within {now - self._asked_at:.0f} s"
+            if late or now - self._called_at > START_S + limit_s:
+                message = f"rank {call.rank} did not answer `{call.method}` within {now - self._called_at:.0f} s"
                 return [sv.NotAnswering(call.rank, message, 5 if self.locations else 3)]
         return []

@@ -130,17 +130,17 @@ def ray_recorder(metric: Metric) -> Record:
     from ray.util.metrics import Counter, Gauge, Histogram
 
     tags = ("run", *metric.tags)
-    made: Any
+    instrument: Any
     match metric.kind:
         case Kind.COUNTER:
-            made = Counter(metric.name, metric.meaning, tag_keys=tags)
-            return lambda value, under: made.inc(value, tags=dict(under)) if value > 0 else None
+            instrument = Counter(metric.name, metric.meaning, tag_keys=tags)
+            return lambda value, under: instrument.inc(value, tags=dict(under)) if value > 0 else None
         case Kind.GAUGE:
-            made = Gauge(metric.name, metric.meaning, tag_keys=tags)
-            return lambda value, under: made.set(value, tags=dict(under))
+            instrument = Gauge(metric.name, metric.meaning, tag_keys=tags)
+            return lambda value, under: instrument.set(value, tags=dict(under))
         case Kind.HISTOGRAM:
-            made = Histogram(metric.name, metric.meaning, STEP_BOUNDARIES_S, tag_keys=tags)
-            return lambda value, under: made.observe(value, tags=dict(under))
+            instrument = Histogram(metric.name, metric.meaning, STEP_BOUNDARIES_S, tag_keys=tags)
+            return lambda value, under: instrument.observe(value, tags=dict(under))
 
 
 REFRESH_S = 0.5  # Ray forgets a gauge that is not set again within two export intervals, each 1 s or more
@@ -233,8 +233,8 @@ class RunMetrics:
             self._is(rank, state)
 
     def _is(self, rank: int, state: str) -> None:
-        for each in STATES:
-            self._record(RANK_STATE, float(each == state), {"rank": str(rank), "state": each})
+        for other in STATES:
+            self._record(RANK_STATE, float(other == state), {"rank": str(rank), "state": other})
 
     def _record(self, metric: Metric, value: float, tags: Mapping[str, str] | None = None) -> None:
         under = {"run": self._run, **(tags or {})}

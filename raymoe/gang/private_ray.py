@@ -54,9 +54,10 @@ def private_ray(environment: MutableMapping[str, str]) -> Iterator[Path]:
 
 def _make_directory(environment: MutableMapping[str, str]) -> Path:
     """Make the directory below RAY_TMPDIR, TMPDIR or /tmp, the first of them that is short and that is safe."""
-    given = [environment[name] for name in (DIRECTORY, "TMPDIR") if environment.get(name)]
+    candidates = [environment[name] for name in (DIRECTORY, "TMPDIR") if environment.get(name)]
     base = next(
-        (each for each in given if len(os.fsencode(each)) <= _LONGEST_BASE and _is_safe(Path(each))), _LAST_BASE
+        (folder for folder in candidates if len(os.fsencode(folder)) <= _LONGEST_BASE and _is_safe(Path(folder))),
+        _LAST_BASE,
     )
     try:
         return Path(tempfile.mkdtemp(prefix="raymoe-", dir=base))  # its mode is 0700
@@ -109,5 +110,5 @@ def _own_token_file() -> bool:
 
 def _is_private(path: Path) -> bool:
     file, folder = path.lstat(), path.parent.stat()
-    mine = file.st_uid == folder.st_uid == os.geteuid() and stat.S_ISREG(file.st_mode) and file.st_size > 0
-    return mine and not stat.S_IMODE(file.st_mode) & 0o077 and not stat.S_IMODE(folder.st_mode) & 0o022
+    owned = file.st_uid == folder.st_uid == os.geteuid() and stat.S_ISREG(file.st_mode) and file.st_size > 0
+    return owned and not stat.S_IMODE(file.st_mode) & 0o077 and not stat.S_IMODE(folder.st_mode) & 0o022

@@ -64,9 +64,9 @@ def cause_in(text: str) -> str | None:
     True
     """
     for pattern in CAUSE_PATTERNS:
-        found = re.search(pattern, text)
-        if found:
-            cause = found["cause"].strip()
+        match = re.search(pattern, text)
+        if match:
+            cause = match["cause"].strip()
             return cause if len(cause) <= MAX_CAUSE_CHARS else f"{cause[: MAX_CAUSE_CHARS - 3]}..."
     return None
 
@@ -184,7 +184,7 @@ def _state(process: Process) -> str:
 
 def children_named(names: Collection[str]) -> dict[str, Process]:
     """Return the children of this process with these names, as /proc shows names."""
-    found: dict[str, Process] = {}
+    children: dict[str, Process] = {}
     for entry in Path("/proc").glob("[0-9]*"):
         try:
             name, _, rest = (entry / "stat").read_text().partition("(")[2].rpartition(")")
@@ -192,8 +192,8 @@ def children_named(names: Collection[str]) -> dict[str, Process]:
             continue
         fields = rest.split()
         if name in names and int(fields[1]) == os.getpid():
-            found[name] = int(entry.name), int(fields[19])
-    return found
+            children[name] = int(entry.name), int(fields[19])
+    return children
 
 
 def start_time(pid: int) -> int:

@@ -133,7 +133,7 @@ class RankLog:
         self._progress_at = time.monotonic()
 
     def line(self, text: str) -> None:
-        printable = "".join(each if each.isprintable() else "?" for each in " ".join(text.split()))
+        printable = "".join(letter if letter.isprintable() else "?" for letter in " ".join(text.split()))
         with suppress(OSError):  # a full disk: the run goes on without this line
             print(f"{time.strftime('%H:%M:%S')} {self.who}: {printable}", flush=True)
         self._progress_at = time.monotonic()

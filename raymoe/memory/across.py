@@ -190,8 +190,8 @@ def _hang_up(address: StoreAddress) -> None:
         if libc.getpeername(int(path.name), peer, ctypes.byref(size)) != 0:
             continue
         family, its_port, ipv4, ipv6 = _IPV6.unpack(peer.raw)
-        found = {socket.AF_INET: ipv4, socket.AF_INET6: ipv6}.get(family)  # torch's socket may have either family
-        if (its_port, found) == (port, host):
+        peer_host = {socket.AF_INET: ipv4, socket.AF_INET6: ipv6}.get(family)  # torch's socket may have either family
+        if (its_port, peer_host) == (port, host):
             libc.shutdown(int(path.name), socket.SHUT_RDWR)
 
 
@@ -229,15 +229,15 @@ class StoreBoard:
             message = f"{len(message)} bytes posted in {what}; a message holds at most {MAX_MESSAGE}".encode()
         record = pickle.dumps((what, too_long, message))
         end = start + limit
-        mine = self._key(self._rank)
-        self._ask(what, end, "set", mine, self._store.address.seal(mine, record))
+        own_key = self._key(self._rank)
+        self._ask(what, end, "set", own_key, self._store.address.seal(own_key, record))
         records: dict[int, Any] = self._inside(what, record, limit)
         keys = [self._key(rank) for rank in self._elsewhere]
         if not self._ask(what, end, "check", keys):
             for rank, key in zip(self._elsewhere, keys, strict=True):
                 self._wait(what, rank, key, start, end)
-        found = self._ask(what, end, "multi_get", keys)
-        records |= {rank: self._opened(rank, each) for rank, each in zip(self._elsewhere, found, strict=True)}
+        sealed = self._ask(what, end, "multi_get", keys)
+        records |= {rank: self._opened(rank, record) for rank, record in zip(self._elsewhere, sealed, strict=True)}
         self._ask(what, end, "delete_key", self._key(self._rank, self._epoch - 1))
         return [self._read(what, rank, records[rank]) for rank in range(self._size)]
 
@@ -262,7 +262,9 @@ class StoreBoard:
         """Swap records in this rank's domain."""
         with named_by_world(self._waiter, self._first, what):
             theirs = self._domain.swap(record, "a round between domains", limit)
-        return {self._first + place: pickle.loads(each) for place, each in enumerate(theirs) if type(each) is bytes}
+        return {
+            self._first + place: pickle.loads(message) for place, message in enumerate(theirs) if type(message) is bytes
+        }
 
     def _wait(self, what: str, rank: int, key: str, start: float, end: float) -> None:
         left = max(0.0, end - time.monotonic())

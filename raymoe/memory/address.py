@@ -49,10 +49,10 @@ def outside_address() -> str:
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         if interface := os.environ.get("GLOO_SOCKET_IFNAME", "").partition(",")[0]:
             try:
-                found = fcntl.ioctl(probe, _GET_INTERFACE_ADDRESS, struct.pack("256s", interface.encode()[:15]))
+                answer = fcntl.ioctl(probe, _GET_INTERFACE_ADDRESS, struct.pack("256s", interface.encode()[:15]))
             except OSError as error:
                 raise WiringError(f"GLOO_SOCKET_IFNAME is {interface}, which has no IPv4 address: {error}") from error
-            return socket.inet_ntoa(found[20:24])
+            return socket.inet_ntoa(answer[20:24])
         with suppress(OSError):  # no default route
             probe.connect(_FAR_ADDRESS)
             return str(probe.getsockname()[0])

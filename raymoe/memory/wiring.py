@@ -36,7 +36,7 @@ class Gathering(Protocol):
     size: int
     known_address: str | None  # at which ranks on other machines reach this one, if something else has found that out
 
-    def device(self, asked: str) -> str:
+    def device(self, device: str) -> str:
         """Choose the device of this rank's world."""
 
     def gather(
@@ -77,10 +77,10 @@ def prove(
 
     def check_proofs() -> None:
         for peer in ranks:
-            found, expected = read(peer), number(peer, world.rank)
-            if found != expected:
+            written, expected = read(peer), number(peer, world.rank)
+            if written != expected:
                 raise WiringError(
-                    f"{what}: rank {peer} wrote {found} into the memory of rank {world.rank}; {expected} was expected"
+                    f"{what}: rank {peer} wrote {written} into the memory of rank {world.rank}; {expected} was expected"
                 )
 
     act_together(world, write_proofs, f"{what}: write proofs")
@@ -117,14 +117,14 @@ class SegmentSource(Protocol[S_co]):
 def share(world: Collectives, source: SegmentSource[S], layout: Layout, what: str) -> list[S]:
     """Make a segment on every rank and map all; return them in rank order. Either all ranks get them or all raise."""
     own: S | None = None
-    mine: tuple[dict[str, object], str] | None = None
+    offer: tuple[dict[str, object], str] | None = None
     problem: RaymoeError | None = None
     try:
         own = source.own(f"raymoe-{world.name}-{what}"[:200], layout.nbytes)
-        mine = own.descriptor(), layout.hash
+        offer = own.descriptor(), layout.hash
     except RaymoeError as error:
         problem = error
-    theirs = world.swap(mine, f"{what}: memory")
+    theirs = world.swap(offer, f"{what}: memory")
     segments: list[S] = []
     try:
         for peer, other in enumerate(theirs):

@@ -126,7 +126,7 @@ def findings_of(probed: ProbeValues, needs: Needs = NEEDS, **troubles: str) -> d
     assert len({finding.name for finding in findings}) == len(CHECKS)
     for finding in findings:
         assert (finding.level == "fail") == bool(finding.blocks), finding
-        assert finding.level == "ok" or finding.way_out or "see driver" in finding.found, finding
+        assert finding.level == "ok" or finding.way_out or "see driver" in finding.state, finding
         assert "\n" not in finding.line() and "  " not in finding.line()[25:]
     return {finding.name: finding for finding in findings}
 
@@ -142,26 +142,26 @@ def test_findings_and_verdict_of_each_machine(name):
 def test_without_a_driver_every_gpu_check_finds_none():
     found = findings_of(no_gpu())
     for name in ("driver", "GPUs", "NVLink", "peer access", "CUDA IPC", "TMA", "stream memory ops"):
-        assert found[name].found.startswith("none: no NVIDIA driver")
+        assert found[name].state.startswith("none: no NVIDIA driver")
 
 
 def test_findings_of_two_recorded_h200():
     found = findings_of(recorded("two_h200"))
-    assert found["driver"].found == "580.159.04, CUDA 13.0 (NVML by cuda.bindings.nvml)"
-    assert found["GPUs"].found == "2 × NVIDIA H200 (sm_90, 140 GiB)"
-    assert found["NVLink"].found == "NV18 between every two of 2 GPUs, 18 links of NVLink 4, 450 GB/s a direction"
-    assert found["peer access"].found == "all 2 ordered pairs"
-    assert found["CUDA IPC"].found.startswith("2 processes, one a GPU, wrote into one another's memory (in this Docker")
-    assert found["NVRTC"].found == "13.0; compiled the copy kernel for sm_90a in 1.3 s"
-    assert found["TMA"].found == "sm_90 or newer, on 2 GPUs"
-    assert found["Ray"].found.endswith("with 2 GPUs")
+    assert found["driver"].state == "580.159.04, CUDA 13.0 (NVML by cuda.bindings.nvml)"
+    assert found["GPUs"].state == "2 × NVIDIA H200 (sm_90, 140 GiB)"
+    assert found["NVLink"].state == "NV18 between every two of 2 GPUs, 18 links of NVLink 4, 450 GB/s a direction"
+    assert found["peer access"].state == "all 2 ordered pairs"
+    assert found["CUDA IPC"].state.startswith("2 processes, one a GPU, wrote into one another's memory (in this Docker")
+    assert found["NVRTC"].state == "13.0; compiled the copy kernel for sm_90a in 1.3 s"
+    assert found["TMA"].state == "sm_90 or newer, on 2 GPUs"
+    assert found["Ray"].state.endswith("with 2 GPUs")
 
 
 def test_findings_where_one_of_two_gpus_is_visible():
     found = findings_of(recorded("one_of_two_h200"))
-    assert found["GPUs"].found == "1 × NVIDIA H200 (sm_90), of 2 on this machine"
-    assert found["peer access"].found == "one GPU, so there is no peer"
-    assert found["CUDA IPC"].found.startswith("two processes on one GPU wrote")
+    assert found["GPUs"].state == "1 × NVIDIA H200 (sm_90), of 2 on this machine"
+    assert found["peer access"].state == "one GPU, so there is no peer"
+    assert found["CUDA IPC"].state.startswith("two processes on one GPU wrote")
 
 
 def test_p2p_needs_a_usable_gpu_for_each_rank():

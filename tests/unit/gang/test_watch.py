@@ -174,7 +174,7 @@ def test_progress_that_stands_still_is_told_again(monkeypatch: pytest.MonkeyPatc
     clock = [100.0]
     monkeypatch.setattr(driver.time, "monotonic", lambda: clock[0])
     job = Job.model_validate({"name": "test", "workload": "exchange"})
-    run = driver.Driver(driver.RunOrder(job, "a-run", None), told.append, lambda: None)
+    run = driver.Driver(driver.DriverSettings(job, "a-run", None), told.append, lambda: None)
     run.gang = gang  # type: ignore[assignment]
     for seconds in (0.0, 1.0, 3.0, 2.0, 1.0):
         clock[0] += seconds
