@@ -96,9 +96,9 @@ class Recorder:
 
     directory: RunDirectory
     progress: ProgressBar
-    cases: list[str]  # of the job, by name
+    cases: list[str]  # names of the job's cases
     mirror: Mirror | None = None
-    facts: dict[str, object] = field(default_factory=dict)  # of environment.json
+    facts: dict[str, object] = field(default_factory=dict)  # content of environment.json
     generations: list[Generation] = field(default_factory=list)
     trace: ChromeTrace = field(init=False)
     _ready_s: float | None = None
@@ -239,7 +239,7 @@ def _mirrored(mirror: Mirror, recorder: Recorder, outcome: RunOutcome) -> RunOut
 
 
 DRIVER_LOG = "driver.log"
-HARMLESS = ("done", "stopped")  # causes of the end of a generation
+HARMLESS = ("done", "stopped")  # causes for which a generation may end
 
 
 def _tidy(directory: RunDirectory, outcome: RunOutcome, generations: list[Generation], progress: ProgressBar) -> None:

@@ -93,8 +93,10 @@ class _Check:
         first_case: dict[str, str] = {}  # resolved job -> the first case that has it
         for case in cases:
             for wrong in broken_rules(case.job):
+                if any(map(self._is_bad, wrong.rule.keys)):
+                    continue
                 key, entry = self._blamed(wrong, case)
-                if not self._reads_bad_key(wrong) and (wrong.rule.keys[0], id(entry)) not in reported:
+                if (wrong.rule.keys[0], id(entry)) not in reported:
                     reported.add((wrong.rule.keys[0], id(entry)))
                     yield self._problem_of(wrong, case, key, entry)
             yield from self._missing_trace(case)
@@ -102,9 +104,6 @@ class _Check:
             if first != case.name and not self.bad_keys and (matrix := self.root.child("matrix")):
                 yield matrix.problem("matrix", f"the cases {first} and {case.name} are the same")
                 break
-
-    def _reads_bad_key(self, wrong: BrokenRule) -> bool:
-        return any(map(self._is_bad, wrong.rule.keys))
 
     def _is_bad(self, key: str) -> bool:
         """Whether a key is bad, or is inside a bad section."""

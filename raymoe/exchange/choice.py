@@ -43,7 +43,7 @@ class ExchangeRequest:
 
 @dataclass(frozen=True)
 class RankFacts:
-    """The facts of a rank's GPU that decide. The defaults are those of a CPU rank."""
+    """The facts of a rank's GPU on which the choice depends. The defaults are for a CPU rank."""
 
     gpu: str = ""
     name: str = ""
@@ -51,7 +51,7 @@ class RankFacts:
     nccl: bool = False
     sms: int = 0
     bounded: bool = False
-    """Whether NCCL can be told how many SMs it may take. Found out only between domains."""
+    """Whether NCCL's SMs can be limited. Known only between domains."""
 
 
 @dataclass(frozen=True)
@@ -67,7 +67,7 @@ class Choice:
     """Tokens of a chunk in which rows cross between domains; 0: all at once."""
 
     def chunks(self, tokens: int) -> int:
-        """The number of chunks of so many tokens."""
+        """The number of chunks that hold `tokens` tokens."""
         return -(-tokens // self.chunk) if self.chunk else 1
 
 
@@ -160,7 +160,7 @@ def _names_to_try(world: World, spec: ExchangeSpec) -> tuple[str, ...]:
 
 
 def why_not(name: str, device: str, spec: ExchangeSpec, facts: Sequence[RankFacts]) -> str | None:
-    """Why this backend cannot serve these ranks, and what to do; None where it can.
+    """Say why this backend cannot serve these ranks, and what to do; None where it can.
 
     >>> spec = ExchangeSpec(tokens=8, hidden=64, experts=4, topk=2)
     >>> why_not("collective", "cuda", spec, [RankFacts(gpu="a", nccl=True), RankFacts(gpu="a", nccl=True)])
@@ -184,7 +184,7 @@ def why_not(name: str, device: str, spec: ExchangeSpec, facts: Sequence[RankFact
 
 
 def why_not_between_domains(name: str, spec: ExchangeSpec, facts: Sequence[RankFacts], domains: int) -> str | None:
-    """Why this backend cannot serve GPU ranks in several equal domains, and what to do; None where it can.
+    """Say why this backend cannot serve GPU ranks in several equal domains, and what to do; None where it can.
 
     >>> facts, spec = [RankFacts("a", "NVIDIA H200", (9, 0), nccl=True)] * 4, ExchangeSpec(8, 64, 4, 2)
     >>> why_not_between_domains("fused", spec, facts, domains=2)
@@ -255,7 +255,7 @@ def _make_between_gpus(choice: Choice, world: World, spec: ExchangeSpec) -> Back
     from raymoe.net.nccl_rail import NcclRail
 
     launcher = world.shared(GpuLauncher)  # made first, so that it is closed last
-    rail = world.shared(NcclRail)  # before NCCL inside a domain: it tells NCCL which domain this rank is in
+    rail = world.shared(NcclRail)  # before NCCL inside a domain: it sets the domain of this rank for NCCL
     inside = _make_on_gpu(choice, world.domain, spec.inside(world.domains), None)
     assert isinstance(inside, InsideBackend), f"{choice.backend} serves several domains"
     return HierarchicalGpu(world, spec, RailParts(launcher, rail, inside, choice.chunk))
@@ -292,7 +292,7 @@ def _make_on_gpu(choice: Choice, world: World, spec: ExchangeSpec, workspace: Wo
 
 
 def _request_error(world: World, spec: object, request: ExchangeRequest) -> ConfigError | None:
-    """The first error that this rank can find without the others."""
+    """Find the first error that this rank sees without the others."""
     device = world.device.type
     if not isinstance(spec, ExchangeSpec):
         return ConfigError(f"spec is a {type(spec).__name__}; an ExchangeSpec is needed")
@@ -352,7 +352,7 @@ def _no_nccl(facts: Sequence[RankFacts]) -> str | None:
 
 
 def _no_round_kernels(spec: ExchangeSpec, ranks: int) -> str | None:
-    """Why the kernels around NCCL's collectives cannot serve this spec; None where they can.
+    """Say why the kernels around NCCL's collectives cannot serve this spec; None where they can.
 
     >>> _no_round_kernels(ExchangeSpec(tokens=8, hidden=64, experts=8192, topk=2), 2)
     'experts a rank is 4096; collective and allgather take at most 3072 on GPUs'

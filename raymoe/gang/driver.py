@@ -41,12 +41,12 @@ from raymoe.gang.placement import Reservation, place
 from raymoe.gang.processes import Process, children_named, is_alive, is_stopped
 from raymoe.gang.watch import RunWatch
 
-EVENTS_S = 0.1  # longest wait for events of Ray; bounds the delay until a stop is noticed
-ALIVE_S = 1.0  # between two messages that the driver works
-STOPPED_S = 6.0  # that a server of the run's own Ray may be stopped
+EVENTS_S = 0.1  # longest wait for events of Ray, and so the delay until a stop is noticed
+ALIVE_S = 1.0  # between two messages `Alive`
+STOPPED_S = 6.0  # until a stopped server of the run's own Ray counts as lost
 CLEAR_S = 20.0  # to close and end the ranks of the last generation, also on another node
 LEAVE_S = 5.0  # to leave a cluster
-SAME_PROGRESS_S = 5.0  # until progress is sent again that has not changed, so that a log shows that the run is alive
+SAME_PROGRESS_S = 5.0  # until unchanged progress is sent again, so that a log shows that the run is alive
 
 
 @dataclass(frozen=True)
@@ -72,12 +72,12 @@ class Driver:
     gang: Gang | None = None
     state: sv.State = field(init=False)
     stop_seen: bool = False
-    progress_sent: tuple[Progressed | None, float] = None, 0.0  # the last one, and when it was sent
+    progress_sent: tuple[Progressed | None, float] = None, 0.0  # the last progress sent, and when
     watch: RunWatch = field(init=False)
     generation_began: float = field(default_factory=time.monotonic)
-    servers: dict[str, Process] = field(default_factory=dict)  # of the run's own Ray
-    seen_running: dict[str, float] = field(default_factory=dict)  # when each of them was seen so last
-    alive_at: float = 0.0  # when `Alive` was sent last
+    servers: dict[str, Process] = field(default_factory=dict)  # those of the run's own Ray, by name
+    seen_running: dict[str, float] = field(default_factory=dict)  # when each server was last seen running
+    alive_at: float = 0.0  # when the last `Alive` was sent
 
     def __post_init__(self) -> None:
         world = self.settings.job.world
@@ -100,7 +100,7 @@ class Driver:
             while self.state.phase is not sv.Phase.OVER:
                 generation = self.state.generation
                 for event in self._next_events():
-                    if self.state.generation == generation:  # else the event is of a rank that is gone
+                    if self.state.generation == generation:  # else the event is about a rank that is gone
                         self._on(event)
         except RaymoeError as error:
             return RunOutcome(error.exit_code, str(error))
@@ -146,12 +146,8 @@ class Driver:
         try:
             self.reservation = self._reserve()
         except PlacementError as error:
-            raise RankDied(
-                lost.culprit or 0, f"{lost.message}; and {self._others()} can hold the ranks: {error}"
-            ) from error
-
-    def _others(self) -> str:
-        return "no other nodes" if self.gang is not None and len(self.gang.nodes) > 1 else "no other node"
+            others = "no other nodes" if len(self.gang.nodes) > 1 else "no other node"
+            raise RankDied(lost.culprit or 0, f"{lost.message}; and {others} can hold the ranks: {error}") from error
 
     def _check_stop(self) -> bool:
         """Return whether a signal asked to stop; pass it to the supervisor the first time. Every loop calls this."""
@@ -183,7 +179,7 @@ class Driver:
         return [sv.RayLost(lost)] if lost else events
 
     def _lost_server(self, given_up: bool) -> str | None:
-        """Say which server of the run's own Ray has ended. Of a Ray that was given up, also which one is stopped.
+        """Say which server of the run's own Ray has ended or, if Ray gave it up, is stopped.
 
         Ray gives a stopped raylet up after 3 s, but this process may hear of it late: a call to that raylet hangs. So a
         server that has not been seen running for STOPPED_S is lost too.
@@ -242,7 +238,7 @@ class Driver:
 
     def _act(self, action: sv.Action) -> None:
         if action is sv.Action.START:
-            if self.stop_seen:  # while the ranks were placed again; the state has the stop
+            if self.stop_seen:  # the stop came while the ranks were placed again; the state has it
                 return
             assert self.reservation is not None
             self.gang = Gang(self.settings.job, self.settings.run, self.reservation, self.state.generation)

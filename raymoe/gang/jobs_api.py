@@ -28,7 +28,7 @@ from raymoe.errors import ClusterError, ConfigError, RaymoeError, one_line, show
 from raymoe.gang.address import JOBS_ADDRESSES, reachable, token_source
 
 CONNECT_S, ANSWER_S, UPLOAD_S = 5.0, 30.0, 600.0
-MOST_ANSWER_BYTES = 256 * 2**20  # of one answer; the largest is the log of a job that prints results
+MOST_ANSWER_BYTES = 256 * 2**20  # the largest answer is the log of a job that prints results
 AGENT_S = 60.0  # how long a cluster without an agent is asked again; agents start after the head
 FIND_S = 20.0  # to ask a head at host:port for the address of its dashboard
 FIND = "import sys; from ray.dashboard.utils import ray_address_to_api_server_url as f; print(f(sys.argv[1]))"
@@ -120,11 +120,11 @@ def _within(seconds: float, ask: Callable[[], T]) -> T:
 
 
 def _limit_size(response: requests.Response, *_: object, **__: object) -> None:
-    """Let reading an answer fail where it is larger than MOST_ANSWER_BYTES."""
-    response.raw = _Limited(response.raw)
+    """Make a read of an answer fail past MOST_ANSWER_BYTES."""
+    response.raw = _BoundedBody(response.raw)
 
 
-class _Limited:
+class _BoundedBody:
     """The body of an answer, of which `requests` reads at most MOST_ANSWER_BYTES."""
 
     def __init__(self, body: Any) -> None:
@@ -223,7 +223,7 @@ class JobsApi:
 
     @contextmanager
     def _failures(self, submits: bool = False) -> Iterator[None]:
-        """Raise each failure of Ray's client as an error that says what was asked and what was found."""
+        """Raise each failure of Ray's client as an error that names the request and the reason."""
         request = f"asked for the Jobs API of the cluster at {shown(self.named_address)}"
         try:
             yield

@@ -19,7 +19,7 @@ SETTINGS = {
 }
 """Environment variables of the Ray that a run starts, unless the user set them. Ray reads them when it is imported."""
 
-NEEDED_BYTES = 64 * 2**20  # in the temporary directory; the logs of a run take 0.25 MB, and an error some more
+NEEDED_BYTES = 64 * 2**20  # free in the temporary directory; the logs of a run take 0.25 MB, or more after an error
 NEEDED_FILES = 256  # open files of one process; the raylet opens 76 for 4 ranks
 WANTED_FILES = 65536
 SERVERS = ("gcs_server", "raylet")  # as /proc names them; a Ray that misses one is lost
@@ -86,4 +86,4 @@ def remove_session(session: Path) -> None:
     except FileNotFoundError:
         return  # another Ray replaces the link at the same time
     finally:
-        shutil.rmtree(session, ignore_errors=True)  # what cannot be removed costs room, and no result
+        shutil.rmtree(session, ignore_errors=True)  # files that cannot be removed cost space, and no result

@@ -37,7 +37,7 @@ STOP_S = 3.5  # from a signal to the child's outcome; then all is killed, so a r
 REAP_S = 3.0  # to kill and reap all descendants
 SILENT_S = 30.0  # without a message from the child; longer than any call of Ray that still returns
 TICK_S = 0.5  # longest wait for a message
-OUTPUT_BYTES = 1 << 20  # at the end of the driver's output that the outcome has
+OUTPUT_BYTES = 1 << 20  # the end of the driver's output goes into the outcome
 GCS_LOST = "Failed to connect to GCS"  # Ray's words when it ends the driver, 60 s after the GCS of a cluster ended
 PR_SET_CHILD_SUBREAPER = 36
 
@@ -78,7 +78,7 @@ def run_in_child(work: Work, on_message: Callable[[Message], None], *, keep_outp
 
 
 class _Output:
-    """Everything that the child and Ray print, in memory."""
+    """Keeps the output of the child and of Ray in memory."""
 
     def __init__(self) -> None:
         self.fd = os.memfd_create("driver output")
@@ -129,7 +129,7 @@ class _Listener:
         self.child, self.pipe, self.signals, self.on_message = child, pipe, signals, on_message
         self.bound: Bounded | None = None
         self.ending: Ending | None = None
-        self.silent_s = 0.0  # time without a message; one in which this process was frozen too counts one tick
+        self.silent_s = 0.0  # without a message; time in which this process was frozen counts as one tick
         self.stop_ends = float("inf")
 
     def listen(self) -> RunOutcome:

@@ -23,7 +23,7 @@ class Kind(Enum):
     """The kind of a metric."""
 
     COUNTER = "counter"  # only grows
-    GAUGE = "gauge"  # the value of now; Ray forgets it soon after the driver ends
+    GAUGE = "gauge"  # the current value; Ray forgets it soon after the driver ends
     HISTOGRAM = "histogram"  # Ray keeps counts of buckets; its sum is made of their middles, so no mean is exact
 
 
@@ -39,7 +39,7 @@ class Metric:
 
     @property
     def exported(self) -> str:
-        """The name in Prometheus. Of a histogram it is the stem of `_bucket`, `_count` and `_sum`.
+        """The name in Prometheus. For a histogram it is the stem of `_bucket`, `_count` and `_sum`.
 
         >>> STEPS.exported, RANK_STATE.exported
         ('ray_raymoe_steps_total', 'ray_raymoe_rank_state')

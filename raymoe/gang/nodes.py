@@ -70,7 +70,7 @@ def _accepts(address: str, port: int) -> bool:
 # Free resources, and their holders.
 
 Amounts = dict[str, float]
-MOST_NAMED = 4  # nodes, and holders, that one line names
+MOST_NAMED = 4  # nodes in one line, and holders
 
 
 def free_and_held(resources: Iterable[str]) -> str:

@@ -26,12 +26,12 @@ from raymoe.gang.nodes import autoscaler_runs, free_and_held
 class Location:
     """The place of a started actor. `process` is (pid, start time), since a pid may be reused."""
 
-    seat: int  # which of the reserved shares: with one for each rank it is the bundle
+    seat: int  # the number of its reserved share; on one node it is the number of the bundle
     node: str
     gpu: str | None  # Ray's name of it: a number, or a UUID on a node that was started with UUIDs
     process: tuple[int, int]
     stderr_file: str | None = None
-    boot_id: str = ""  # of the host; processes with the same one share a clock
+    boot_id: str = ""  # that of the host; processes with the same one share a clock
     network: tuple[str, str] = ("", "")  # processes with the same one reach one another by the loopback address
 
 
@@ -66,7 +66,7 @@ def device_for(job: Job) -> str:
 
 
 def bundle_for(world: WorldSection, device: str, sharers: int) -> dict[str, float]:
-    """Return the resources of one rank. With `share_gpu`, so many ranks take one GPU together.
+    """Return the resources of one rank. With `share_gpu`, all ranks on a node take one GPU together.
 
     >>> shared = WorldSection(ranks=4, device="cuda", share_gpu=True)
     >>> bundle_for(WorldSection(ranks=4, cpus=0.5), "cpu", 4), bundle_for(shared, "cuda", 4)
@@ -106,7 +106,7 @@ def place(job: Job, run: str, stopped: Callable[[], bool], notify: Callable[[str
     bundle = bundle_for(job.world, device, plan.size if plan.on_nodes else plan.ranks)
     request = _request(plan, bundle)
     if plan.domains > 1:
-        wider = _of_nvlink(plan, nodes, device) if plan.on_nodes else ""
+        wider = _nvlink_hint(plan, nodes, device) if plan.on_nodes else ""
         notify(_explain(plan, request, job.world.domain == "auto") + wider)
     strategy = "STRICT_SPREAD" if plan.on_nodes else "STRICT_PACK"
     group: PlacementGroup = placement_group(plan.bundles(bundle), strategy=strategy, name=f"raymoe/{run}")
@@ -119,7 +119,7 @@ def place(job: Job, run: str, stopped: Callable[[], bool], notify: Callable[[str
         if infeasible and not wait.autoscaler_may_come():
             who = "the nodes of this cluster cannot" if plan.on_nodes else "no node of this cluster can"
             gpus = ray.cluster_resources().get("GPU", 0)
-            remedy = _remedy(plan, device, gpus) + _of_nvlink(plan, nodes, device)
+            remedy = _remedy(plan, device, gpus) + _nvlink_hint(plan, nodes, device)
             raise PlacementError(f"{request}, which {who} hold ({_capacity()}); {remedy}")
         if time.monotonic() > deadline:
             why = "no node that can hold it came" if infeasible else "the cluster had no room for it"
@@ -132,7 +132,7 @@ def place(job: Job, run: str, stopped: Callable[[], bool], notify: Callable[[str
 
 
 def _remedy(plan: DomainPlan, device: str, gpus: float) -> str:
-    """Say what a user can do about ranks that no node can hold, in a cluster with so many GPUs.
+    """Say what a user can do about ranks that no node can hold, in a cluster with `gpus` GPUs.
 
     >>> _remedy(DomainPlan(1, 4), "cuda", 0)
     'this cluster has no GPU: use one that has, or a job with world.device: cpu, such as quickstart'
@@ -144,11 +144,11 @@ def _remedy(plan: DomainPlan, device: str, gpus: float) -> str:
     return f"lower world.ranks or world.cpus, or use {'more or larger nodes' if plan.on_nodes else 'a larger node'}"
 
 
-def _of_nvlink(plan: DomainPlan, nodes: Sequence[tuple[Mapping[str, str], int]], device: str) -> str:
+def _nvlink_hint(plan: DomainPlan, nodes: Sequence[tuple[Mapping[str, str], int]], device: str) -> str:
     """Say that an NVLink domain wider than a node does not help.
 
     >>> nodes = [({GPU_DOMAIN: "rack-1"}, 4)] * 2
-    >>> [_of_nvlink(DomainPlan(1, 8), nodes, device)[:38] for device in ("cuda", "cpu")]
+    >>> [_nvlink_hint(DomainPlan(1, 8), nodes, device)[:38] for device in ("cuda", "cpu")]
     ["; the nodes of NVLink domain 'rack-1' ", '']
     """
     name = wide_nvlink_domain(plan.ranks, nodes) if device == "cuda" else None

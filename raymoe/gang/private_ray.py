@@ -80,8 +80,10 @@ def _is_safe(folder: Path) -> bool:
 
 
 def _token(environment: MutableMapping[str, str]) -> dict[str, str]:
-    """Give the variables of the token: none where the user has chosen one, where Ray asks for none, or where Ray's own
-    file is there for this user only. Else a token for this run alone."""
+    """Return the variables of a token for this run alone, if it needs one.
+
+    It needs none where the user has chosen one, where Ray asks for none, or where only this user reads Ray's own file.
+    """
     if TOKEN in environment or TOKEN_PATH in environment or environment.get(MODE, "token").lower() != "token":
         return {}
     return {} if _own_token_file() else {TOKEN: secrets.token_hex(32)}

@@ -138,7 +138,7 @@ def end_with_parent() -> None:
 
 
 class SilenceWatch:
-    """Calls `end` once when `heard` was called and then not again for so many seconds.
+    """Calls `end` once, when `heard` has not been called for `seconds` since its last call.
 
     Ray ends the actors of a driver that has ended, but on other nodes only with the help of the GCS. Where the GCS is
     stopped, ranks there would keep their GPUs. Time counts in ticks of this thread: while this process is stopped, or

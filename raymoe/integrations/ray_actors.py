@@ -361,12 +361,8 @@ def _device(device: str) -> str:
     """Choose the device of this actor or task."""
     from raymoe.memory.auto_device import VisibleGpus, device_in_ray
 
-    return device_in_ray(device, _assigned_gpus(), os.environ.get("CUDA_VISIBLE_DEVICES"), VisibleGpus.now())
-
-
-def _assigned_gpus() -> list[str]:
-    """Return the GPUs that Ray assigned to this actor or task; a driver has none."""
-    return [str(gpu) for gpu in ray.get_runtime_context().get_accelerator_ids().get("GPU", [])]
+    assigned = [str(gpu) for gpu in ray.get_runtime_context().get_accelerator_ids().get("GPU", [])]  # none to a driver
+    return device_in_ray(device, assigned, os.environ.get("CUDA_VISIBLE_DEVICES"), VisibleGpus.now())
 
 
 # `Any`: Ray's annotations cover neither the options of an actor nor its methods.

@@ -26,7 +26,6 @@ from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, field
 from datetime import timedelta
-from functools import partial
 from pathlib import Path
 from queue import SimpleQueue
 from typing import Any
@@ -53,7 +52,7 @@ _c10d: Any = distributed  # torch's stubs lack its stores
 
 @dataclass(frozen=True)
 class StoreAddress:
-    """Where rank 0 serves the store, and the secret of its records."""
+    """The address at which rank 0 serves the store, and the secret of its records."""
 
     host: str
     port: int
@@ -99,9 +98,9 @@ def connect(address: StoreAddress, timeout_s: float) -> Any:
 class BoundedStore:
     """A store whose calls end: a call of torch's store does not return while the process of rank 0 is stopped.
 
-    A thread of its own makes the calls, in order, also the one that opens the store. After one that failed, every call
-    raises. One that takes too long goes on after its caller has given up, and later calls wait for it: the link may be
-    slow.
+    A thread of its own makes the calls in order, from the one that opens the store. After a call that failed, every
+    later one raises. A call that takes too long goes on after its caller has given up, because the link may be slow.
+    Later calls wait for it.
     """
 
     def __init__(self, address: StoreAddress, open_store: Callable[[], Any], waiter: Waiter) -> None:
@@ -127,7 +126,8 @@ class BoundedStore:
 
     def ask(self, method: str, *arguments: object, timeout_s: float) -> Any:
         """Call a method of the store. Raises RuntimeError if its server is gone or does not answer in time."""
-        return self._result_of(partial(_call_method, self.raw, method, arguments), timeout_s)
+        store = self.raw
+        return self._result_of(lambda: getattr(store, method)(*arguments), timeout_s)
 
     def _result_of(self, act: Callable[[], Any], timeout_s: float) -> Any:
         if self._broken:
@@ -151,10 +151,6 @@ class _Call:
     done: threading.Event = field(default_factory=threading.Event)
     result: Any = None
     error: Exception | None = None
-
-
-def _call_method(store: Any, method: str, arguments: tuple[object, ...]) -> Any:
-    return getattr(store, method)(*arguments)
 
 
 def _answer(calls: SimpleQueue[_Call | None]) -> None:

@@ -6,7 +6,7 @@ such a segment: a sealed `memfd` of this user with mode 0600 and a label of raym
 
 Three invariants govern the lifetime of a segment:
 
-- **Nothing is left behind.** The kernel frees the memory when the last mapping is gone, at the latest with the last
+- **Nothing is left.** The kernel frees the memory when the last mapping is gone, at the latest with the last
   process that mapped it.
 - **Tensors stay valid.** A tensor or a view over a segment keeps the mapping, after `close` too. The size is sealed, so
   a mapped page cannot vanish under its reader.

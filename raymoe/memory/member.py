@@ -198,7 +198,7 @@ def _check_domain(descriptors: Sequence[dict[str, object]]) -> None:
 
 
 def _check_host(descriptors: Sequence[dict[str, object]]) -> None:
-    """Refuse ranks on several hosts. Boot ids tell hosts apart, because host names may repeat.
+    """Refuse ranks on several hosts. Boot ids distinguish hosts, because host names may repeat.
 
     >>> _check_host([{"host": "a", "boot_id": "1"}, {"host": "b", "boot_id": "2"}, {"host": "a", "boot_id": "1"}])
     ... # doctest: +ELLIPSIS

@@ -50,7 +50,7 @@ class Ranks:
     ) -> tuple[str, list[dict[str, Any]]]:
         """Gather a name for the world and the descriptors of all ranks. Where one has a problem, all ranks raise.
 
-        `device` is that of this rank's world, if it is open.
+        `device` is the device of this rank's world, if the world is open.
         """
         own = RankReport(descriptor, None if problem is None else _sentence(problem), secrets.token_hex(4))
         reports: list[Any] = [None] * self.size

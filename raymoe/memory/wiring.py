@@ -30,11 +30,11 @@ class Collectives(Protocol):
 
 
 class Gathering(Protocol):
-    """Ranks that can gather before they have a world: those of a process group, or those that meet in Ray."""
+    """Ranks that can gather before they have a world, in a process group or in a meeting by Ray."""
 
     rank: int
     size: int
-    known_address: str | None  # at which ranks on other machines reach this one, if something else has found that out
+    known_address: str | None  # ranks on other machines reach this one there, if that is known already
 
     def device(self, device: str) -> str:
         """Choose the device of this rank's world."""
@@ -44,7 +44,7 @@ class Gathering(Protocol):
     ) -> tuple[str, list[dict[str, Any]]]:
         """Gather a name for the world, and what all ranks give. Where one has a problem, all ranks raise.
 
-        `device` is that of this rank's world, if it is open.
+        `device` is the device of this rank's world, if the world is open.
         """
 
 
@@ -64,7 +64,7 @@ def prove(
     """Prove that each mapping leads to the memory of the rank that it is used for.
 
     Rank r writes a number made of r and p into proof word r of peer p. If two mappings are swapped, each number lands
-    at the wrong owner, which sees it. `serial` tells one proof of a world from another.
+    at the wrong owner, which sees it. `serial` distinguishes the proofs of a world.
     """
     ranks = range(world.size)
 
@@ -107,7 +107,7 @@ S_co = TypeVar("S_co", bound=Segment, covariant=True)
 
 
 class SegmentSource(Protocol[S_co]):
-    """Makes segments. A call that raises leaves nothing behind. Own memory is zeroed."""
+    """Makes segments. A call that raises leaves nothing allocated. Own memory is zeroed."""
 
     def own(self, name: str, nbytes: int) -> S_co: ...
 

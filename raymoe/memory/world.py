@@ -32,7 +32,7 @@ from raymoe.memory.across import BoundedStore, StoreAddress, StoreBoard, connect
 from raymoe.memory.address import address_for, listen, network
 from raymoe.memory.board import Board, board_layout
 from raymoe.memory.heap import DeviceHeap, Heap
-from raymoe.memory.heaps import Heaps, Unclosed
+from raymoe.memory.heaps import DroppedObjects, Heaps
 from raymoe.memory.layout import Layout
 from raymoe.memory.member import (
     Member,
@@ -94,7 +94,7 @@ class World(OfOneProcess):
         self._poison: RaymoeError | None = None
         self._closed, self._forked, self._pid = False, False, os.getpid()
         _WORLDS.add(self)
-        self.unclosed = Unclosed()
+        self.unclosed = DroppedObjects()
         self._heaps = Heaps(self._gpu, self.device, self.waiter)
         self._parent = parent
         self._group_count = 0
@@ -391,7 +391,7 @@ class SpanningWorld(World):
     - `domain` is the world of this rank's domain, with memory of its own. Its ranks count from 0, also in its errors.
     - `domain_index` and `place` say where this rank is. The ranks with one place are a *rail* (`raymoe.net.rail`).
     - `address` is where this rank listens for ranks of other domains.
-    - Its rounds, and exchanges, cover all ranks. Memory, channels and groups are those of a domain.
+    - Its rounds, and exchanges, cover all ranks. Memory, channels and groups belong to a domain.
     """
 
     def __init__(self, member: Member, domain: World, address: str) -> None:

@@ -18,7 +18,7 @@ from ray.exceptions import RayActorError
 from raymoe.config import load_job
 from raymoe.gang import supervisor as sv
 from raymoe.gang.driver import Driver, DriverSettings
-from raymoe.gang.gang import Call, Gang
+from raymoe.gang.gang import Gang, RankCall
 from raymoe.gang.messages import CaseDone, GenerationEnded, Message, Ready, RunOutcome
 from raymoe.gang.placement import Location
 from raymoe.gang.rank import Rank
@@ -176,7 +176,7 @@ def test_a_dead_rank_stops_the_next_call_in_any_order_of_answers(monkeypatch: py
     for order in itertools.permutations(answers):
         gang = object.__new__(Gang)
         gang.size, gang.locations, gang.nodes, gang._failed, gang._first_answer = 3, {}, {}, False, None
-        gang._calls = {rank: Call("locate", rank) for rank in answers}
+        gang._calls = {rank: RankCall("locate", rank) for rank in answers}
         events = [event for rank in order for event in gang._on_answer(gang._calls.pop(rank), rank)]
         assert [type(event) for event in events] == [sv.Lost]
         assert events[0].rank == 1
