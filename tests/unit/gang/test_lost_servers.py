@@ -26,13 +26,13 @@ def server() -> Iterator[subprocess.Popen[bytes]]:
 
 @pytest.fixture
 def driver(server: subprocess.Popen[bytes]) -> Driver:
-    made = Driver(
+    watching = Driver(
         DriverSettings(Job.model_validate({"name": "test", "workload": "exchange"}), "run", None),
         lambda _: None,
         lambda: None,
     )
-    made.servers = {"raylet": (server.pid, start_time(server.pid))}
-    return made
+    watching.servers = {"raylet": (server.pid, start_time(server.pid))}
+    return watching
 
 
 def stop(driver: Driver) -> None:
