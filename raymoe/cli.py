@@ -204,8 +204,8 @@ def dashboard(
     print_result(printable(f"{folder / FILE}") + "\n")
 
 
-def _print_version(asked: bool) -> None:
-    if asked:
+def _print_version(wanted: bool) -> None:
+    if wanted:
         from raymoe import __version__
 
         print_result(f"raymoe {__version__}\n")

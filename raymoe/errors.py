@@ -219,8 +219,8 @@ class Problem:
         """The whole message except `where`: line, key and value, reason and hint."""
         # The name of a `--set` has its key and value already.
         key = "" if self.where.startswith(f"--set {self.key}=") else self.key
-        asked = f"{key} = {self.value}" if key and self.value is not None else key
-        place = ", ".join(part for part in (f"line {self.line}" if self.line else "", asked) if part)
+        setting = f"{key} = {self.value}" if key and self.value is not None else key
+        place = ", ".join(part for part in (f"line {self.line}" if self.line else "", setting) if part)
         reason = f"{self.reason}, {self.hint}" if self.hint else self.reason
         return f"{place}: {reason}" if place else reason
 

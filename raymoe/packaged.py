@@ -16,12 +16,12 @@ def packaged_folder(name: str, package: Path = _PACKAGE) -> Path | None:
 
 def packaged_names(folder: str = "configs") -> list[str]:
     """List the names of the packaged configs, or of the packaged jobs."""
-    found = packaged_folder(folder)
-    return sorted(path.stem for path in found.glob("*.yaml")) if found else []
+    directory = packaged_folder(folder)
+    return sorted(path.stem for path in directory.glob("*.yaml")) if directory else []
 
 
 def packaged_config(name: str, folder: str = "configs") -> Path | None:
     """Find the file of a packaged config or job, named with or without `.yaml`."""
     stem = name.removesuffix(".yaml")
-    found = packaged_folder(folder)
-    return found / f"{stem}.yaml" if found and stem in packaged_names(folder) else None
+    directory = packaged_folder(folder)
+    return directory / f"{stem}.yaml" if directory and stem in packaged_names(folder) else None

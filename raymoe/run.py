@@ -18,7 +18,7 @@ from raymoe.config.resolved import job_from_resolved
 from raymoe.errors import CannotWrite, ClusterError, ConfigError, printable
 from raymoe.gang.address import choose
 from raymoe.gang.local_ray import configure, remove_session
-from raymoe.gang.main_process import Stopped, Tell, Work, run_in_child
+from raymoe.gang.main_process import Send, Stopped, Work, run_in_child
 from raymoe.gang.messages import (
     CaseDone,
     Connected,
@@ -96,9 +96,9 @@ class Recorder:
 
     directory: RunDirectory
     progress: ProgressBar
-    cases: list[str]  # of the job, by name
+    cases: list[str]  # names of the job's cases
     mirror: Mirror | None = None
-    facts: dict[str, object] = field(default_factory=dict)  # of environment.json
+    facts: dict[str, object] = field(default_factory=dict)  # content of environment.json
     generations: list[Generation] = field(default_factory=list)
     trace: ChromeTrace = field(init=False)
     _ready_s: float | None = None
@@ -141,7 +141,7 @@ class Recorder:
                     self.progress.note(f"generation {generation}: {explanation}; starting the gang again")
 
     def summarise(self, outcome: RunOutcome) -> None:
-        """Write summary.json. A generation whose end the driver did not tell ends now."""
+        """Write summary.json. A generation whose end the driver did not report ends now."""
         if self._ready_s is not None:  # the driver crashed, hung, was too slow to stop or was ended
             cause = "stopped" if outcome.exit_code in STOPPED else "unknown"
             self.generations.append(Generation(self._ready_s, cause, None))
@@ -204,7 +204,7 @@ def _show_table(recorder: Recorder, outcome: RunOutcome) -> RunOutcome:
 
 
 def _execute(job: Job, recorder: Recorder, request: Request) -> RunOutcome:
-    """Run the driver, and write what it tells and how it ended."""
+    """Run the driver, and write its messages and how it ended."""
     directory, progress = recorder.directory, recorder.progress
     recorder.facts = environment()
     directory.write_environment(recorder.facts)
@@ -239,12 +239,12 @@ def _mirrored(mirror: Mirror, recorder: Recorder, outcome: RunOutcome) -> RunOut
 
 
 DRIVER_LOG = "driver.log"
-HARMLESS = ("done", "stopped")  # causes of the end of a generation
+HARMLESS = ("done", "stopped")  # causes for which a generation may end
 
 
 def _tidy(directory: RunDirectory, outcome: RunOutcome, generations: list[Generation], progress: ProgressBar) -> None:
     """Keep what Ray logged if something failed, and say where; else remove it."""
-    ended_well = outcome.exit_code in {0, *STOPPED} and all(each.cause in HARMLESS for each in generations)
+    ended_well = outcome.exit_code in {0, *STOPPED} and all(generation.cause in HARMLESS for generation in generations)
     if ended_well:
         if outcome.session is not None:
             remove_session(outcome.session)
@@ -277,12 +277,14 @@ def _draw(directory: RunDirectory, progress: ProgressBar) -> None:
 def _driver(job: Job, directory: RunDirectory, request: Request) -> Work:
     """Make the work of the child process. Only the child imports Ray."""
 
-    def work(tell: Tell, stopped: Stopped) -> RunOutcome:
+    def work(send: Send, stopped: Stopped) -> RunOutcome:
         if choose(request.address) is None:
             configure(os.environ)
-        from raymoe.gang.driver import Driver, RunOrder
+        from raymoe.gang.driver import Driver, DriverSettings
 
         finished = frozenset(directory.finished())
-        return Driver(RunOrder(job, directory.run, request.address, finished, request.profile), tell, stopped).run()
+        return Driver(
+            DriverSettings(job, directory.run, request.address, finished, request.profile), send, stopped
+        ).run()
 
     return work

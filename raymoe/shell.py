@@ -81,9 +81,9 @@ class _Handler:
 
 
 class _Stream(io.FileIO):
-    """A standard stream whose writes never fail. `lost` says why text was lost, if any was.
+    """A standard stream whose writes never fail. `lost` is the reason why text was lost, if any was.
 
-    With `stall_s`, a pipe whose reader takes nothing for so long loses text too. A terminal may be held by Ctrl-S for
+    With `stall_s`, a pipe whose reader takes nothing for that time loses text too. A terminal may be held by Ctrl-S for
     any time, and a file is always ready.
     """
 
@@ -97,7 +97,7 @@ class _Stream(io.FileIO):
         try:
             if self._stall_s is not None:
                 self._wait(0.0 if self.lost else self._stall_s)
-                data = data[: select.PIPE_BUF]  # a pipe that is ready takes so much without blocking
+                data = data[: select.PIPE_BUF]  # a pipe that is ready takes PIPE_BUF bytes without blocking
             while (written := super().write(data)) is None:  # another process made it non-blocking
                 self._wait(self._stall_s)
         except OSError as error:

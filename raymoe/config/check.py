@@ -82,8 +82,8 @@ class _Check:
             if not meaning.strict or entry is None or wrong or set(values) & set(meaning.values):
                 continue
             if decider is None or decider.source.level <= entry.source.level:
-                found = ", ".join("left out" if value is None else str(value) for value in values)
-                reason = f"means nothing with {meaning.decider} {found}"
+                listed = ", ".join("left out" if value is None else str(value) for value in values)
+                reason = f"means nothing with {meaning.decider} {listed}"
                 yield entry.problem(meaning.key, reason, f"it belongs to {', '.join(meaning.values)}")
 
     def _broken_rules(self, job: Job) -> Iterator[Problem]:
@@ -93,8 +93,10 @@ class _Check:
         first_case: dict[str, str] = {}  # resolved job -> the first case that has it
         for case in cases:
             for wrong in broken_rules(case.job):
+                if any(map(self._is_bad, wrong.rule.keys)):
+                    continue
                 key, entry = self._blamed(wrong, case)
-                if not self._reads_bad_key(wrong) and (wrong.rule.keys[0], id(entry)) not in reported:
+                if (wrong.rule.keys[0], id(entry)) not in reported:
                     reported.add((wrong.rule.keys[0], id(entry)))
                     yield self._problem_of(wrong, case, key, entry)
             yield from self._missing_trace(case)
@@ -103,25 +105,22 @@ class _Check:
                 yield matrix.problem("matrix", f"the cases {first} and {case.name} are the same")
                 break
 
-    def _reads_bad_key(self, wrong: BrokenRule) -> bool:
-        return any(map(self._is_bad, wrong.rule.keys))
-
     def _is_bad(self, key: str) -> bool:
         """Whether a key is bad, or is inside a bad section."""
         return any(f"{key}.".startswith(f"{bad}.") for bad in self.bad_keys)
 
     def _blamed(self, wrong: BrokenRule, case: Case) -> tuple[str, Entry | None]:
         """Choose the key to report: of the keys that the rule reads, the one that was given last."""
-        given = [(key, self.sweep.entry(key, case.job) or self._entry(key)) for key in wrong.rule.keys]
+        entries = [(key, self.sweep.entry(key, case.job) or self._entry(key)) for key in wrong.rule.keys]
         ranked = [
             (entry.source.level, key in self.sweep.values, -i, key, entry)
-            for i, (key, entry) in enumerate(given)
+            for i, (key, entry) in enumerate(entries)
             if entry
         ]
         return max(ranked)[3:] if ranked else (wrong.rule.keys[0], None)
 
     def _problem_of(self, wrong: BrokenRule, case: Case, key: str, entry: Entry | None) -> Problem:
-        swept = any(each in self.sweep.values for each in wrong.rule.keys)
+        swept = any(name in self.sweep.values for name in wrong.rule.keys)
         reason = f"{wrong.reason} (case {case.name})" if swept else wrong.reason
         if entry is None:
             return Problem(self.layers.file, None, key, None, reason, wrong.hint)

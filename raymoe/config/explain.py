@@ -24,10 +24,10 @@ def nearest(name: str, names: Iterable[str]) -> str | None:
     """
     import difflib  # imported here because only a config with mistakes needs it
 
-    by_normalised = {each.lower().replace("-", "_"): each for each in names}
+    by_normalised = {known.lower().replace("-", "_"): known for known in names}
     wanted = name[:100].lower().replace("-", "_")
     close = difflib.get_close_matches(wanted, by_normalised, n=1, cutoff=0.6)
-    close += [each for each in by_normalised if len(wanted) >= 4 and each.startswith(wanted[:4])]
+    close += [known for known in by_normalised if len(wanted) >= 4 and known.startswith(wanted[:4])]
     return by_normalised[close[0]] if close else None
 
 
@@ -88,7 +88,7 @@ def explained(root: Entry, errors: list[ErrorDetails], keys: KeyTree) -> Iterato
     paths = [_path(root, error["loc"]) for error in errors]
     for path, error in zip(paths, errors, strict=True):
         # pydantic drops a bad item from its list, and then also reports the list as too short.
-        if error["type"] == "too_short" and any(each[: len(path)] == path and each != path for each in paths):
+        if error["type"] == "too_short" and any(other[: len(path)] == path and other != path for other in paths):
             continue
         entry = root.find(path)
         yield path, (entry or root).problem(".".join(path), *_reason_and_hint(error, entry or root, path, keys))

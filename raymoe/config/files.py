@@ -26,10 +26,10 @@ def find_config(config: str, folder: str = "configs", beside: Path | None = None
     try:
         path.stat()
     except (FileNotFoundError, NotADirectoryError):
-        found = packaged_config(config, folder)
-        if found is None:
+        packaged = packaged_config(config, folder)
+        if packaged is None:
             raise _unknown(config, folder) from None
-        return found
+        return packaged
     except (OSError, ValueError) as error:
         raise _unreadable(shown(config), _reason(error)) from error
     return path
@@ -102,7 +102,7 @@ def _listed(names: Sequence[str]) -> str:
     >>> _listed(["p2p", "p2p_host", "p2p_host_large", "quickstart"])
     'p2p, quickstart, and 2 variants of these'
     """
-    short = [name for name in names if not any(name.startswith(f"{each}_") for each in names)]
+    short = [name for name in names if not any(name.startswith(f"{other}_") for other in names)]
     more = len(names) - len(short)
     variants = f", and {more} variant{'s' * (more > 1)} of these" if more else ""
     return ", ".join(short) + variants

@@ -128,8 +128,8 @@ def meaningful(plain: dict[str, Any]) -> dict[str, Any]:
 
 
 def _pruned(plain: dict[str, Any]) -> dict[str, Any]:
-    kept = {key: _pruned(value) if isinstance(value, dict) else value for key, value in plain.items()}
-    return {key: value for key, value in kept.items() if value != {}}
+    pruned = {key: _pruned(value) if isinstance(value, dict) else value for key, value in plain.items()}
+    return {key: value for key, value in pruned.items() if value != {}}
 
 
 def find(plain: dict[str, Any], dotted: str) -> Any:

@@ -69,10 +69,10 @@ def _sections(schema: Schema, properties: Schema) -> Iterator[tuple[str, Schema]
 
 def _section(schema: Schema, value: Schema) -> Schema | None:
     """Give the schema of the section that a key holds; None if it holds a value."""
-    for each in (value, *value.get("anyOf", ())):
-        if "$ref" in each:
-            found: Schema = schema["$defs"][each["$ref"].rpartition("/")[2]]
-            return found
+    for choice in (value, *value.get("anyOf", ())):
+        if "$ref" in choice:
+            section: Schema = schema["$defs"][choice["$ref"].rpartition("/")[2]]
+            return section
     return None
 
 
@@ -126,7 +126,7 @@ def _cell(text: str) -> str:
 
 def _meaning(dotted: str, value: Schema) -> str:
     meaning = str(value.get("description", ""))
-    conditions = [each for each in MEANINGS if each.key == dotted]
+    conditions = [meaning for meaning in MEANINGS if meaning.key == dotted]
     return f"{meaning} {_conditions(conditions)}" if conditions else meaning
 
 
@@ -172,10 +172,10 @@ def _type(value: Schema) -> str:
     '`auto` or whole number'
     """
     if "anyOf" in value:
-        choices = [each for each in value["anyOf"] if each.get("type") != "null"]
-        if any(each.get("pattern") == SIZE_PATTERN for each in choices):
+        choices = [choice for choice in value["anyOf"] if choice.get("type") != "null"]
+        if any(choice.get("pattern") == SIZE_PATTERN for choice in choices):
             return f"size{_bounds(choices[0])} bytes"
-        return " or ".join(map(_type, sorted(choices, key=lambda each: not {"const", "$ref"} & set(each))))
+        return " or ".join(map(_type, sorted(choices, key=lambda choice: not {"const", "$ref"} & set(choice))))
     if "const" in value or "enum" in value:
         return _listed(value.get("enum") or [value["const"]])
     kind = value.get("type")

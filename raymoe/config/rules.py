@@ -45,8 +45,8 @@ class BrokenRule:
 def broken_rules(job: Job) -> Iterator[BrokenRule]:
     """Find the rules that a job without a matrix breaks."""
     for rule in RULES:
-        if job.workload in rule.workloads and (found := rule.check(job)):
-            yield BrokenRule(rule, *found)
+        if job.workload in rule.workloads and (problem := rule.check(job)):
+            yield BrokenRule(rule, *problem)
 
 
 def _abilities(job: Job) -> Abilities:
@@ -147,8 +147,8 @@ def _one_chooses_the_experts(job: Job) -> tuple[str, str] | None:
     routing, kind = job.routing, job.layer.router.kind
     if kind == "given" or (routing.kind == "uniform" and routing.masked == 0):
         return None
-    asked = f"routing {routing.kind}" if routing.kind != "uniform" else f"{routing.masked:g} of the ids masked"
-    return f"{asked} beside a {kind} router, which chooses experts itself", "write router.kind: given, or leave it out"
+    choice = f"routing {routing.kind}" if routing.kind != "uniform" else f"{routing.masked:g} of the ids masked"
+    return f"{choice} beside a {kind} router, which chooses experts itself", "write router.kind: given, or leave it out"
 
 
 def _recomputing_is_of_a_backward_pass(job: Job) -> tuple[str, str] | None:
@@ -158,27 +158,27 @@ def _recomputing_is_of_a_backward_pass(job: Job) -> tuple[str, str] | None:
 
 
 def _groups_hold_the_choice(job: Job) -> tuple[str, str] | None:
-    experts, topk, asked = job.shape.experts, job.shape.topk, job.layer.router
-    if asked.kind == "given" or (asked.groups == 1 and asked.topk_groups == 1):
+    experts, topk, router = job.shape.experts, job.shape.topk, job.layer.router
+    if router.kind == "given" or (router.groups == 1 and router.topk_groups == 1):
         return None
-    each = experts // asked.groups
-    if experts % asked.groups or each < 2:
-        return f"{experts} experts in {asked.groups} groups; groups are equal and hold two or more", "change groups"
-    if asked.topk_groups > asked.groups or asked.topk_groups * each < topk:
-        kept = f"the best {asked.topk_groups} of {asked.groups} groups of {each} experts"
-        return f"{kept} do not hold top-{topk}", "change topk_groups"
+    size = experts // router.groups
+    if experts % router.groups or size < 2:
+        return f"{experts} experts in {router.groups} groups; groups are equal and hold two or more", "change groups"
+    if router.topk_groups > router.groups or router.topk_groups * size < topk:
+        best = f"the best {router.topk_groups} of {router.groups} groups of {size} experts"
+        return f"{best} do not hold top-{topk}", "change topk_groups"
     return None
 
 
 def _only_staged_has_transports(job: Job) -> tuple[str, str] | None:
-    asked = job.exchange
-    if asked.transport == "auto":
+    exchange = job.exchange
+    if exchange.transport == "auto":
         return None
     if job.world.device == "cpu":
         return "CPU ranks have no copy engine", "write auto or leave it out"
     if not _abilities(job).copy_engine:
-        return f"backend {asked.backend} has no choice of transport", f"backend staged takes {asked.transport}"
-    if asked.wire.dispatch == FP8:
+        return f"backend {exchange.backend} has no choice of transport", f"backend staged takes {exchange.transport}"
+    if exchange.wire.dispatch == FP8:
         return f"the copy engine cannot convert rows to {FP8}", "leave wire or transport out"
     return None
 
@@ -330,8 +330,8 @@ def _overlap_is_eager(job: Job) -> tuple[str, str] | None:
 
 
 def _kernels_need_gpus(job: Job) -> tuple[str, str] | None:
-    asked = job.pointwise
-    if (asked.sms == "auto" and asked.stages == "auto") or job.world.device != "cpu":
+    pointwise = job.pointwise
+    if (pointwise.sms == "auto" and pointwise.stages == "auto") or job.world.device != "cpu":
         return None
     return "CPU ranks have no SMs and no stages", "write auto or leave both out"
 

@@ -181,7 +181,7 @@ class WorldSection(Section):
 
     @property
     def domains(self) -> int:
-        """The number of domains that are asked for. It is 1 for auto: only the cluster tells if more are needed.
+        """The number of domains that are asked for. It is 1 for auto: only the cluster shows if more are needed.
 
         >>> WorldSection(ranks=8, domain=2).domains, WorldSection(ranks=8).domains
         (4, 1)

@@ -66,7 +66,7 @@ def _out(value: Any) -> Any:
 
 
 def _packages(value: Any) -> Any:
-    listed = isinstance(value, list) and all(isinstance(each, str) for each in value)
+    listed = isinstance(value, list) and all(isinstance(package, str) for package in value)
     if listed or (isinstance(value, str) and value) or isinstance(value, dict):
         return value
     raise PydanticCustomError("packages", "a list of packages, the path of a file of them, or a mapping is wanted")
@@ -322,9 +322,9 @@ class _Check:
     def _entry(self, key: str) -> Entry | None:
         section, _, rest = key.partition(".")
         entry = self.root.child(section)
-        for candidate, found in entry.leaves() if entry else ():
+        for candidate, leaf in entry.leaves() if entry else ():
             if ".".join(candidate) == rest:
-                return found
+                return leaf
         return self.root.find(key.split("."))
 
     def _wrong(self, key: str, reason: str, hint: str | None = None) -> None:
@@ -364,8 +364,8 @@ def _request(submission: Submission, config: _Config, folder: Path) -> JobReques
 
 def _on_the_cluster(text: str, directory: Path | None) -> str:
     """Make the path of a trace in a setting relative to the directory that is uploaded."""
-    key, _, given = text.partition("=")
-    read, _ = compose(given, Source("--set", Path.cwd(), 0))
+    key, _, written = text.partition("=")
+    read, _ = compose(written, Source("--set", Path.cwd(), 0))
     if read is None or directory is None:
         return text
     value = read.plain()
@@ -382,11 +382,11 @@ def _with_traces(key: str, value: object, change: Callable[[str], str]) -> objec
     (['A.NPY', 'B.NPY'], 'a.npy')
     """
     if isinstance(value, dict):
-        return {name: _with_traces(f"{key}.{name}", each, change) for name, each in value.items()}
+        return {name: _with_traces(f"{key}.{name}", item, change) for name, item in value.items()}
     if key.removeprefix("matrix.") != "routing.file":
         return value
     if isinstance(value, list):
-        return [change(each) if isinstance(each, str) else each for each in value]
+        return [change(item) if isinstance(item, str) else item for item in value]
     return change(value) if isinstance(value, str) else value
 
 
@@ -405,7 +405,9 @@ def _runtime_env(env: RuntimeEnvSection, folder: Path) -> dict[str, Any]:
         plain["working_dir"] = str(directory)
         plain["excludes"] = list(dict.fromkeys((*ALWAYS_EXCLUDED, *env.excludes)))
     if env.py_modules:
-        plain["py_modules"] = [each if _URL.match(each) else str(_normal(folder / each)) for each in env.py_modules]
+        plain["py_modules"] = [
+            module if _URL.match(module) else str(_normal(folder / module)) for module in env.py_modules
+        ]
     for key in ("pip", "uv", "conda"):
         value = plain.get(key)
         if isinstance(value, str) and (folder / value).is_file():

@@ -99,20 +99,20 @@ def sweepable(tree: KeyTree) -> list[str]:
 
 def _read_values(sweep: Sweep, key: str, values: Entry) -> None:
     assert isinstance(values.value, list)
-    kept: dict[str, tuple[Scalar, Entry]] = {}
+    first: dict[str, tuple[Scalar, Entry]] = {}
     for item in values.value:
         if isinstance(item.value, dict | list) or item.value is None:
             sweep.problems.append(item.problem(f"matrix.{key}", "one value is wanted"))
             continue
         value, wrong = _typed(key, item)
         sweep.problems += wrong
-        if value is not None and repr(value) in kept:
+        if value is not None and repr(value) in first:
             sweep.problems.append(item.problem(f"matrix.{key}", "the same value again"))
         elif value is not None:
-            kept[repr(value)] = value, item
-    if kept:
-        sweep.values[key] = [value for value, _ in kept.values()]
-        sweep.entries[key] = [item for _, item in kept.values()]
+            first[repr(value)] = value, item
+    if first:
+        sweep.values[key] = [value for value, _ in first.values()]
+        sweep.entries[key] = [item for _, item in first.values()]
 
 
 def _typed(key: str, item: Entry) -> tuple[Scalar | None, list[Problem]]:
@@ -125,8 +125,8 @@ def _typed(key: str, item: Entry) -> tuple[Scalar | None, list[Problem]]:
     try:
         job = Job.model_validate({"name": "matrix", "workload": "layer", **plain})
     except ValidationError as error:
-        found = explained(tree, error.errors(), key_tree())
-        return None, [replace(problem, key=f"matrix.{key}") for _, problem in found]
+        problems = explained(tree, error.errors(), key_tree())
+        return None, [replace(problem, key=f"matrix.{key}") for _, problem in problems]
     value: Any = find(job.model_dump(), key)
     return absolute(item, value) if key == "routing.file" else value, []
 
@@ -136,6 +136,6 @@ def _set_twice(root: Entry, key: str) -> list[Problem]:
     path = tuple(key.split("."))
     return [
         entry.problem(key, f"the matrix already varies {key}", f"use --set matrix.{key}=[...] instead")
-        for given, entry in root.leaves()
-        if entry.source.level == SET_LEVEL and given[: len(path)] == path[: len(given)]
+        for leaf, entry in root.leaves()
+        if entry.source.level == SET_LEVEL and leaf[: len(path)] == path[: len(leaf)]
     ]

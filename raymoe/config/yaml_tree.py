@@ -271,7 +271,7 @@ class _Composer:
         return self._collected(event, items, items, key)
 
     def _mapping(self, event: Any, events: Iterator[Any], key: str, depth: int) -> Entry:
-        given: dict[str, Entry] = {}
+        entries: dict[str, Entry] = {}
         merged: list[Entry] = []  # mappings of merge keys (<<); keys given here override theirs
         for child in events:
             if isinstance(child, yaml.MappingEndEvent):
@@ -284,15 +284,15 @@ class _Composer:
             elif not isinstance(name.value, str):
                 reason = f"the key {name.shown() or '{…}'} is not text"
                 self.problems.append(replace(value.problem(key, reason, "put it in quotes"), value=None))
-            elif name.value in given:
-                first = f"it was first given in line {given[name.value].line}"
+            elif name.value in entries:
+                first = f"it was first given in line {entries[name.value].line}"
                 self.problems.append(value.problem(dotted, "duplicate key", first))
             else:
-                given[name.value] = value
+                entries[name.value] = value
         for mapping in merged:
             assert isinstance(mapping.value, dict)
-            given = {**mapping.value, **given}
-        return self._collected(event, given, list(given.values()), key)
+            entries = {**mapping.value, **entries}
+        return self._collected(event, entries, list(entries.values()), key)
 
     def _mappings_of(self, value: Entry, dotted: str) -> list[Entry]:
         mappings = value.value if isinstance(value.value, list) else [value]

@@ -30,8 +30,8 @@ def probe(doing: Callable[[str], None]) -> dict[str, object]:
         gpus = range(int(call("cuDeviceGetCount")))
         handles = [call("cuDeviceGet", index) for index in gpus]
         peers = [
-            [mine == other or bool(call("cuDeviceCanAccessPeer", handles[mine], handles[other])) for other in gpus]
-            for mine in gpus
+            [gpu == other or bool(call("cuDeviceCanAccessPeer", handles[gpu], handles[other])) for other in gpus]
+            for gpu in gpus
         ]
         return {**values, "gpus": [_gpu(index, doing) for index in gpus], "peers": peers}
     except CudaError as error:
@@ -73,13 +73,13 @@ def _stream_memory_operations(gpu: Gpu) -> str:
                 if time.monotonic() > deadline:
                     return f"the stream still waits for a value that it wrote {_WAIT_S:g} s ago"
                 time.sleep(0.001)
-            found = ctypes.c_uint32()
-            call("cuMemcpyDtoH", ctypes.addressof(found), word, 4)
+            read = ctypes.c_uint32()
+            call("cuMemcpyDtoH", ctypes.addressof(read), word, 4)
         except CudaError as error:
             return str(error)
         call("cuStreamDestroy", stream)
         call("cuMemFree", word)
-    return "" if found.value == _TEST_VALUE else f"{_TEST_VALUE:#x} was written, {found.value:#x} found"
+    return "" if read.value == _TEST_VALUE else f"{_TEST_VALUE:#x} was written, {read.value:#x} found"
 
 
 def judge_peer_access(machine: Machine) -> Finding:
@@ -87,10 +87,10 @@ def judge_peer_access(machine: Machine) -> Finding:
     if finding := nothing_to_check(machine, name):
         return finding
     peers = machine.probes["cuda"].values["peers"]
-    pairs = [(mine, other) for mine in range(len(peers)) for other in range(len(peers)) if mine != other]
+    pairs = [(gpu, other) for gpu in range(len(peers)) for other in range(len(peers)) if gpu != other]
     if not pairs:
         return ok(name, "one GPU, so there is no peer")
-    cut = [f"{mine} to {other}" for mine, other in pairs if not peers[mine][other]]
+    cut = [f"{gpu} to {other}" for gpu, other in pairs if not peers[gpu][other]]
     if not cut:
         return ok(name, f"all {count(len(pairs), 'ordered pair')}")
     return fail(

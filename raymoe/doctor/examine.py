@@ -38,11 +38,11 @@ def verdict(findings: Sequence[Finding], machine: Machine) -> str:
     if blocking:
         first, more = blocking[0], len(blocking) - 1
         others = f" (and {count(more, 'more check')} failed)" if more else ""
-        reason = f"{first.name}: {first.found}; {first.way_out}"
+        reason = f"{first.name}: {first.state}; {first.way_out}"
         raise PlacementError(f"{config} cannot run here on {_KIND[device]} ranks: {reason}{others}")
     if device == "cuda" and gpus < ranks:
-        asked = f"it asks for {ranks} GPU ranks and {count(gpus, 'GPU')} can be seen"
-        raise PlacementError(f"{config} cannot run here: {asked}; lower world.ranks, or use a larger machine")
+        shortage = f"it asks for {ranks} GPU ranks and {count(gpus, 'GPU')} can be seen"
+        raise PlacementError(f"{config} cannot run here: {shortage}; lower world.ranks, or use a larger machine")
     blocking_gpus = [finding.name for finding in findings if "cuda" in finding.blocks]
     without_gpus = f"; GPU ranks cannot: {', '.join(blocking_gpus)}" if blocking_gpus and device == "cpu" else ""
     return f"{config} can run here, on {ranks} {_KIND[device]} ranks{without_gpus}"

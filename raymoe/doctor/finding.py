@@ -16,7 +16,7 @@ class Finding:
 
     level: Literal["ok", "warn", "fail"]
     name: str
-    found: str
+    state: str
     way_out: str = ""
     blocks: tuple[Device, ...] = ()
 
@@ -25,20 +25,20 @@ class Finding:
         >>> Finding("warn", "/dev/shm", "64 MiB", "give it more, as --shm-size=1g").line()
         'warn  /dev/shm           64 MiB; give it more, as --shm-size=1g'
         """
-        text = " ".join(f"{self.found}; {self.way_out}".removesuffix("; ").split())
+        text = " ".join(f"{self.state}; {self.way_out}".removesuffix("; ").split())
         return f"{self.level:<4}  {self.name:<{NAME_WIDTH}}  {text}"
 
 
-def ok(name: str, found: str) -> Finding:
-    return Finding("ok", name, found)
+def ok(name: str, state: str) -> Finding:
+    return Finding("ok", name, state)
 
 
-def warn(name: str, found: str, way_out: str = "") -> Finding:
-    return Finding("warn", name, found, way_out)
+def warn(name: str, state: str, way_out: str = "") -> Finding:
+    return Finding("warn", name, state, way_out)
 
 
-def fail(name: str, found: str, way_out: str, blocks: tuple[Device, ...] = ("cuda",)) -> Finding:
-    return Finding("fail", name, found, way_out, blocks)
+def fail(name: str, state: str, way_out: str, blocks: tuple[Device, ...] = ("cuda",)) -> Finding:
+    return Finding("fail", name, state, way_out, blocks)
 
 
 EVERY_RANK: tuple[Device, ...] = ("cpu", "cuda")
@@ -92,8 +92,8 @@ def no_driver(machine: Machine) -> bool:
 
 
 def cuda_version(machine: Machine) -> tuple[int, int] | None:
-    found = machine.probes["cuda"].values.get("version")
-    return None if found is None else (int(found[0]), int(found[1]))
+    version = machine.probes["cuda"].values.get("version")
+    return None if version is None else (int(version[0]), int(version[1]))
 
 
 def too_old(machine: Machine) -> bool:
@@ -103,8 +103,8 @@ def too_old(machine: Machine) -> bool:
 
 def gpus_of(machine: Machine) -> Sequence[Any]:
     """Return the GPUs that the CUDA driver shows to this process."""
-    found: Sequence[Any] = machine.probes["cuda"].values.get("gpus", ())
-    return found
+    gpus: Sequence[Any] = machine.probes["cuda"].values.get("gpus", ())
+    return gpus
 
 
 def nothing_to_check(machine: Machine, name: str) -> Finding | None:

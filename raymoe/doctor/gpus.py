@@ -40,32 +40,32 @@ def judge_driver(machine: Machine) -> Finding:
     if no_driver(machine):
         on_bus = machine.probes["host"].values.get("nvidia_on_pci", 0)
         if on_bus:
-            found = f"{NO_DRIVER}, and {count(on_bus, 'NVIDIA device')} on the PCI bus"
-            return warn(name, found, f"{INSTALL}; a container needs `--gpus all` and the NVIDIA container toolkit")
+            state = f"{NO_DRIVER}, and {count(on_bus, 'NVIDIA device')} on the PCI bus"
+            return warn(name, state, f"{INSTALL}; a container needs `--gpus all` and the NVIDIA container toolkit")
         return ok(name, f"{NO_DRIVER}; CPU ranks need none")
     version = cuda_version(machine)
     driver = nvml.values.get("driver")
-    found = f"{driver or 'of unknown version'}{'' if version is None else f', CUDA {version[0]}.{version[1]}'}"
+    state = f"{driver or 'of unknown version'}{'' if version is None else f', CUDA {version[0]}.{version[1]}'}"
     source = f"NVML by {nvml.values['source']}" if "source" in nvml.values else f"no NVML: {_reason(nvml)}"
-    found += f" ({source})"
+    state += f" ({source})"
     if too_old(machine):
         needed = ".".join(map(str, CUDA_NEEDED))
         way_out = f"{INSTALL}, or the package cuda-compat-13-0 on a data-centre GPU"
-        return fail(name, f"{found}, too old for kernels of CUDA {needed}", way_out)
+        return fail(name, f"{state}, too old for kernels of CUDA {needed}", way_out)
     if "missing" in cuda.values:
         return fail(
             name,
-            f"{found}; {cuda.values['missing']}",
+            f"{state}; {cuda.values['missing']}",
             "a container needs NVIDIA_DRIVER_CAPABILITIES=compute,utility; elsewhere install the driver's libcuda.so.1",
         )
     trouble = cuda.trouble or cuda.values.get("error")
     if trouble:
         unknown = "`nvidia-smi` and `dmesg | grep -i nvrm` may show why; reboot"
         way_out = START_ERRORS.get(cuda.values.get("code", 0), unknown)
-        return fail(name, f"{found}; CUDA does not start: {trouble}", way_out)
+        return fail(name, f"{state}; CUDA does not start: {trouble}", way_out)
     if "source" not in nvml.values:
-        return warn(name, found, "CUDA works, but without NVML the links between GPUs are unknown")
-    return ok(name, found)
+        return warn(name, state, "CUDA works, but without NVML the links between GPUs are unknown")
+    return ok(name, state)
 
 
 def _reason(outcome: Any) -> str:
@@ -83,13 +83,13 @@ def judge_gpus(machine: Machine) -> Finding:
         why = "" if setting is None else f" (CUDA_VISIBLE_DEVICES={setting!r})"
         return warn(name, f"{_describe(installed)}; none is visible to CUDA{why}", "unset CUDA_VISIBLE_DEVICES")
     if finding := nothing_to_check(machine, name):
-        return finding if not installed else Finding(finding.level, name, f"{_describe(installed)}; {finding.found}")
+        return finding if not installed else Finding(finding.level, name, f"{_describe(installed)}; {finding.state}")
     all_visible = len(installed) == len(visible)
-    found = _describe(installed) if all_visible else f"{_describe(visible)}, of {len(installed)} on this machine"
+    state = _describe(installed) if all_visible else f"{_describe(visible)}, of {len(installed)} on this machine"
     hidden = int(machine.probes["nvml"].values.get("host_gpus") or 0) - len(installed)
     if installed and hidden > 0:
-        found += f"; {hidden} more of this host {'is' if hidden == 1 else 'are'} hidden by a device cgroup"
-    return ok(name, found)
+        state += f"; {hidden} more of this host {'is' if hidden == 1 else 'are'} hidden by a device cgroup"
+    return ok(name, state)
 
 
 def _describe(gpus: Any) -> str:
@@ -120,18 +120,18 @@ def judge_nvlink(machine: Machine) -> Finding:
     if "topology" not in values:
         return warn(name, f"unknown, since NVML does not answer: {_reason(machine.probes['nvml'])}", "see driver")
     rows: list[list[str]] = values["topology"]
-    words = Counter(word for mine, row in enumerate(rows) for other, word in enumerate(row) if other > mine)
+    words = Counter(word for gpu, row in enumerate(rows) for other, word in enumerate(row) if other > gpu)
     if not words:
         return ok(name, f"one GPU{_links(values['gpus'])}, so there is no peer")
     slow = {word: number for word, number in words.items() if not word.startswith("NV")}
     if not slow and len(words) == 1:
         (word,) = words
         return ok(name, f"{word} between every two of {len(rows)} GPUs{_speed(values['gpus'], word)}")
-    found = ", ".join(f"{word} between {count(number, 'pair')}" for word, number in sorted(words.items()))
+    state = ", ".join(f"{word} between {count(number, 'pair')}" for word, number in sorted(words.items()))
     if not slow:
-        return ok(name, found)
+        return ok(name, state)
     way_out = "pairs without NVLink use PCIe, at a tenth of its speed; select other GPUs with CUDA_VISIBLE_DEVICES"
-    return warn(name, found, way_out)
+    return warn(name, state, way_out)
 
 
 def _links(gpus: Any) -> str:
@@ -160,5 +160,5 @@ def judge_tma(machine: Machine) -> Finding:
     if not without:
         return ok(name, f"sm_90 or newer, on {count(len(gpus), 'GPU')}")
     first = gpus[without[0]]
-    found = f"GPU {', '.join(map(str, without))} cannot: {first['name']} is sm_{''.join(map(str, first['capability']))}"
-    return warn(name, found, "use the transports copy_engine and collective there; the tma kernels need sm_90 or newer")
+    state = f"GPU {', '.join(map(str, without))} cannot: {first['name']} is sm_{''.join(map(str, first['capability']))}"
+    return warn(name, state, "use the transports copy_engine and collective there; the tma kernels need sm_90 or newer")

@@ -71,8 +71,8 @@ def _map_a_peer() -> str:
     if done.returncode != 0:
         last = done.stderr.strip().splitlines()[-1:]
         return last[0].rpartition("Error: ")[2] if last else f"the other process ended with code {done.returncode}"
-    found = bytes(segment.view(0, 4))
-    return "" if found == b"seen" else f"the other process wrote b'seen', {found!r} found"
+    written = bytes(segment.view(0, 4))
+    return "" if written == b"seen" else f"the other process wrote b'seen', {written!r} found"
 
 
 def _surroundings() -> dict[str, object]:
@@ -99,12 +99,12 @@ def _container(environment: Mapping[str, str]) -> str | None:
 
 def _nvidia_on_pci(devices: Path) -> int:
     """Count NVIDIA's devices of a display class on the PCI bus, with or without a loaded driver."""
-    found = 0
+    displays = 0
     for device in devices.glob("*"):
         vendor, kind = device / "vendor", device / "class"
         if vendor.exists() and kind.exists() and vendor.read_text().strip() == "0x10de":
-            found += kind.read_text().startswith("0x03")
-    return found
+            displays += kind.read_text().startswith("0x03")
+    return displays
 
 
 def judge_shm(machine: Machine) -> Finding:
@@ -115,16 +115,16 @@ def judge_shm(machine: Machine) -> Finding:
     shm = outcome.values["shm"]
     if not shm["there"]:
         return fail(name, "missing, and Ray needs it", "`mount -t tmpfs tmpfs /dev/shm`", EVERY_RANK)
-    found = f"{_size(shm['free_bytes'])} of {_size(shm['total_bytes'])} free"
+    state = f"{_size(shm['free_bytes'])} of {_size(shm['total_bytes'])} free"
     if not shm["writable"]:
-        return fail(name, f"{found}, not writable by this user", "`sudo chmod 1777 /dev/shm`", EVERY_RANK)
+        return fail(name, f"{state}, not writable by this user", "`sudo chmod 1777 /dev/shm`", EVERY_RANK)
     if shm["free_bytes"] < SHM_NEEDED:
         return warn(
             name,
-            f"{found}; below {_size(SHM_NEEDED)} Ray moves its object store to /tmp, and NCCL may fail",
+            f"{state}; below {_size(SHM_NEEDED)} Ray moves its object store to /tmp, and NCCL may fail",
             "delete files that other programs left there, or start the container with --shm-size=1g",
         )
-    return ok(name, found)
+    return ok(name, state)
 
 
 def judge_memfd(machine: Machine) -> Finding:
@@ -154,10 +154,10 @@ def judge_memory(machine: Machine) -> Finding:
     needed = f"{needs.config} takes {_size(needs.ranks * needs.bytes_per_rank)} on {needs.ranks} ranks"
     if available is None:
         return warn(name, f"unknown: {outcome.trouble}", needed)
-    found = f"{_size(available)} available; {needed}"
+    state = f"{_size(available)} available; {needed}"
     if available < needs.ranks * needs.bytes_per_rank:
-        return fail(name, found, "end other programs, or lower world.ranks or shape.tokens", EVERY_RANK)
-    return ok(name, found)
+        return fail(name, state, "end other programs, or lower world.ranks or shape.tokens", EVERY_RANK)
+    return ok(name, state)
 
 
 def _size(nbytes: int) -> str:

@@ -59,13 +59,13 @@ def probe(doing: Callable[[str], None]) -> dict[str, object]:
                 return {**values, "failed": step, **answer}
         answers = [answer for _, answer in results]
         if step == "reading":
-            for index, found in enumerate(answers):
+            for index, content in enumerate(answers):
                 written = [(index - 1) % members + 1]  # by the previous process
-                if found != written:
+                if content != written:
                     return {
                         **values,
                         "failed": step,
-                        "error": f"bytes {written} were written, {found[:8]} found",
+                        "error": f"bytes {written} were written, {content[:8]} found",
                         "code": 0,
                     }
     return values
@@ -108,9 +108,9 @@ def _steps(wait: Callable[[], tuple[Any, int]]) -> Iterator[object]:
         yield index + 1
         call("cuIpcCloseMemHandle", mapped)
         wait()
-        found = ctypes.create_string_buffer(NBYTES)
-        call("cuMemcpyDtoH", ctypes.addressof(found), own, NBYTES)
-        yield sorted(set(found.raw))
+        content = ctypes.create_string_buffer(NBYTES)
+        call("cuMemcpyDtoH", ctypes.addressof(content), own, NBYTES)
+        yield sorted(set(content.raw))
         wait()
         call("cuMemFree", own)
         yield None
@@ -125,24 +125,24 @@ def judge_ipc(machine: Machine) -> Finding:
     with_mig = [str(index) for index, gpu in enumerate(machine.probes["nvml"].values.get("gpus", [])) if gpu["mig"]]
     if with_mig:
         listed = ",".join(with_mig)
-        found = f"no: MIG is on at GPU {listed}, and MIG slices cannot map one another's memory"
-        return fail(name, found, f"turn it off on an idle machine: `sudo nvidia-smi -i {listed} -mig 0`")
+        state = f"no: MIG is on at GPU {listed}, and MIG slices cannot map one another's memory"
+        return fail(name, state, f"turn it off on an idle machine: `sudo nvidia-smi -i {listed} -mig 0`")
     outcome = machine.probes["ipc"]
     tried = outcome.values
     if outcome.trouble or "failed" in tried:
         step = f"failed while {tried['failed']}: " if "failed" in tried else ""
         return fail(name, f"no: {step}{outcome.trouble or tried['error']}", _way_out(tried.get("code", 0), host))
     among = "two processes on one GPU" if tried["gpus"] == 1 else f"{tried['processes']} processes, one a GPU,"
-    found = f"{among} wrote into one another's memory"
+    state = f"{among} wrote into one another's memory"
     slurm_gpus = host.get("slurm_gpus")
     if slurm_gpus is not None and slurm_gpus > tried["gpus"]:
-        found += f"; but Slurm gave this node {slurm_gpus} GPUs and lets this task see {tried['gpus']}"
-        return warn(name, found, f"{_SLURM}; otherwise ranks cannot reach one another's GPUs")
+        state += f"; but Slurm gave this node {slurm_gpus} GPUs and lets this task see {tried['gpus']}"
+        return warn(name, state, f"{_SLURM}; otherwise ranks cannot reach one another's GPUs")
     if host.get("container"):
-        found += (
+        state += (
             f" (in this {host['container']} container; ranks in another one need --ipc=host and --pid=host on both)"
         )
-    return ok(name, found)
+    return ok(name, state)
 
 
 _SLURM = "start one task a node that sees all its GPUs: --ntasks-per-node=1 --gpus-per-node=N --gpu-bind=none"

@@ -30,10 +30,10 @@ def machine_of(gpus: str, topology: str) -> dict[str, object]:
     if not rows:
         raise ValueError("it printed no GPU")
     matrix = matrix_of(topology)
-    found = []
+    described = []
     for index, (name, uuid, mebibytes, capability, mig, _) in enumerate(rows):
         links = [_links(word) for word in matrix[index]] if index < len(matrix) else []
-        found.append(
+        described.append(
             {
                 "name": name,
                 "uuid": uuid,
@@ -44,7 +44,7 @@ def machine_of(gpus: str, topology: str) -> dict[str, object]:
                 "nvlink": None,
             }
         )
-    return {"driver": rows[0][-1], "gpus": found, "topology": matrix}
+    return {"driver": rows[0][-1], "gpus": described, "topology": matrix}
 
 
 def matrix_of(printed: str) -> list[list[str]]:

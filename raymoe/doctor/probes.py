@@ -125,13 +125,13 @@ def _content(fd: int) -> str:
 
 def _session(leader: int) -> list[int]:
     """Return the processes of a session; orphans stay in it."""
-    found = []
+    pids = []
     for entry in Path("/proc").iterdir():
         if entry.name.isdigit():
             with contextlib.suppress(ProcessLookupError, PermissionError):
                 if os.getsid(int(entry.name)) == leader:
-                    found.append(int(entry.name))
-    return found
+                    pids.append(int(entry.name))
+    return pids
 
 
 # The program of a child.

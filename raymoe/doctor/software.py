@@ -59,8 +59,8 @@ def judge_nvrtc(machine: Machine) -> Finding:
     for gpu in gpus_of(machine):
         number = int("".join(map(str, gpu["capability"])))
         if known is not None and number not in known:
-            found = f"{version} does not know sm_{number} of {gpu['name']}; it knows sm_{min(known)} to sm_{max(known)}"
-            return fail(name, found, "pip install -U nvidia-cuda-nvrtc")
+            state = f"{version} does not know sm_{number} of {gpu['name']}; it knows sm_{min(known)} to sm_{max(known)}"
+            return fail(name, state, "pip install -U nvidia-cuda-nvrtc")
     return ok(name, f"{version}; compiled the {values['kernel']} kernel for {ARCH} in {values['seconds']:.1f} s")
 
 
@@ -83,13 +83,13 @@ def judge_torch(machine: Machine) -> Finding:
         return fail(name, f"no: {outcome.trouble}", "pip install 'torch>=2.9'", EVERY_RANK)
     values = outcome.values
     built = f"built for CUDA {values['cuda']}" if values["cuda"] else "built without CUDA"
-    found = f"{values['version']}, {built}"
+    state = f"{values['version']}, {built}"
     gpus = len(gpus_of(machine))
     if gpus and not values["cuda"]:
-        return fail(name, found, "GPU ranks need torch with CUDA: pip install 'torch>=2.9' from the default index")
+        return fail(name, state, "GPU ranks need torch with CUDA: pip install 'torch>=2.9' from the default index")
     if gpus > values["gpus"]:
-        return warn(name, f"{found}; it sees {values['gpus']} of {gpus} GPUs", "install a torch built for this driver")
-    return ok(name, found)
+        return warn(name, f"{state}; it sees {values['gpus']} of {gpus} GPUs", "install a torch built for this driver")
+    return ok(name, state)
 
 
 # Ray: the cluster that RAY_ADDRESS names answers, or a local Ray starts, in the same way as for a run.
@@ -143,13 +143,13 @@ def judge_ray(machine: Machine) -> Finding:
     outcome = machine.probes["ray"]
     if outcome.trouble:
         way_out = "raymoe needs 'ray[default]>=2.56,<3', a writable /tmp, and RAY_ADDRESS unset or reachable"
-        found, _, advice = outcome.trouble.rpartition("; ")  # an error of raymoe ends with its own advice
-        return fail(name, f"no: {found or outcome.trouble}", advice if found else way_out, EVERY_RANK)
+        reason, _, advice = outcome.trouble.rpartition("; ")  # an error of raymoe ends with its own advice
+        return fail(name, f"no: {reason or outcome.trouble}", advice if reason else way_out, EVERY_RANK)
     values = outcome.values
     place = "a local Ray was up" if values["where"] is None else f"the cluster at {values['where']} answered"
-    found = f"{values['version']}; {place} in {values['seconds']:.1f} s and ran a task"
+    state = f"{values['version']}; {place} in {values['seconds']:.1f} s and ran a task"
     gpus = len(gpus_of(machine))
     if values["where"] is None and gpus > values["gpus"]:
-        found += f"; it counts {count(values['gpus'], 'GPU')}, CUDA {gpus}"
-        return warn(name, found, "Ray places GPU ranks by its own count, so CUDA_VISIBLE_DEVICES and NVML must agree")
-    return ok(name, found + (f", with {count(values['gpus'], 'GPU')}" if values["gpus"] else ""))
+        state += f"; it counts {count(values['gpus'], 'GPU')}, CUDA {gpus}"
+        return warn(name, state, "Ray places GPU ranks by its own count, so CUDA_VISIBLE_DEVICES and NVML must agree")
+    return ok(name, state + (f", with {count(values['gpus'], 'GPU')}" if values["gpus"] else ""))

@@ -43,7 +43,7 @@ class ExchangeRequest:
 
 @dataclass(frozen=True)
 class RankFacts:
-    """The facts of a rank's GPU that decide. The defaults are those of a CPU rank."""
+    """The facts of a rank's GPU on which the choice depends. The defaults are for a CPU rank."""
 
     gpu: str = ""
     name: str = ""
@@ -51,7 +51,7 @@ class RankFacts:
     nccl: bool = False
     sms: int = 0
     bounded: bool = False
-    """Whether NCCL can be told how many SMs it may take. Found out only between domains."""
+    """Whether NCCL's SMs can be limited. Known only between domains."""
 
 
 @dataclass(frozen=True)
@@ -67,24 +67,24 @@ class Choice:
     """Tokens of a chunk in which rows cross between domains; 0: all at once."""
 
     def chunks(self, tokens: int) -> int:
-        """The number of chunks of so many tokens."""
+        """The number of chunks that hold `tokens` tokens."""
         return -(-tokens // self.chunk) if self.chunk else 1
 
 
 def choose(world: World, spec: ExchangeSpec, request: ExchangeRequest) -> Choice:
     """Choose the backend and the SMs that it takes. Collective: all ranks get the same result, or all raise."""
     problem = _request_error(world, spec, request)
-    asked = {} if problem else asdict(spec)
-    asked |= {"backend": request.backend, "sms": request.sms, "workspace": request.workspace is not None}
-    asked |= {"chunk": request.chunk}
+    choices = {} if problem else asdict(spec)
+    choices |= {"backend": request.backend, "sms": request.sms, "workspace": request.workspace is not None}
+    choices |= {"chunk": request.chunk}
     facts: list[RankFacts] = []
-    for rank, other in enumerate(world.swap((asked, problem, _facts(world)), "exchange: spec")):
+    for rank, other in enumerate(world.swap((choices, problem, _facts(world)), "exchange: spec")):
         assert isinstance(other, tuple)
         theirs, their_problem, their_facts = other
         facts.append(their_facts)
         if problem is None and their_problem is not None:
             raise ConfigError(f"rank {rank}: {their_problem}")
-        for key, value in asked.items():
+        for key, value in choices.items():
             if problem is None and theirs[key] != value:
                 here = f"{value!r} on rank {world.rank}"
                 raise ConfigError(f"{key} is {theirs[key]!r} on rank {rank} and {here}; an exchange has one spec")
@@ -114,7 +114,7 @@ def _make_choice(
     from raymoe.exchange.peer.workspace import Links, is_ll
 
     limit = None if request.sms == "auto" else int(request.sms)
-    most = min(MAX_DONE, *(found.sms for found in facts))
+    most = min(MAX_DONE, *(gpu.sms for gpu in facts))
     lines = name == "fused" and is_ll(spec, limit) and world.shared(Links).lines
     return Choice(name, most if limit is None else min(limit, most), lines)
 
@@ -137,12 +137,12 @@ def in_chunks(inside: Choice, spec: ExchangeSpec, request: ExchangeRequest, fact
         reasons.append(f"backend {inside.backend} waits for all rows: take fused, or leave chunk out")
     if inside.lines and request.chunk == "auto":
         reasons.append("few tokens cross at once")
-    if without := [rank for rank, found in enumerate(facts) if not found.bounded]:
+    if without := [rank for rank, gpu in enumerate(facts) if not gpu.bounded]:
         reasons.append(
             f"the NCCL of rank {without[0]} is older than 2.17 and takes SMs as it likes: take a later one, or leave "
             "chunk out"
         )
-    limit, most = None if request.sms == "auto" else int(request.sms), min(found.sms for found in facts)
+    limit, most = None if request.sms == "auto" else int(request.sms), min(gpu.sms for gpu in facts)
     if reason := too_many_sms(limit, most):
         reasons.append(reason)
     chunk = chunk_of(spec, request.chunk, reasons)
@@ -160,7 +160,7 @@ def _names_to_try(world: World, spec: ExchangeSpec) -> tuple[str, ...]:
 
 
 def why_not(name: str, device: str, spec: ExchangeSpec, facts: Sequence[RankFacts]) -> str | None:
-    """Why this backend cannot serve these ranks, and what to do; None where it can.
+    """Say why this backend cannot serve these ranks, and what to do; None where it can.
 
     >>> spec = ExchangeSpec(tokens=8, hidden=64, experts=4, topk=2)
     >>> why_not("collective", "cuda", spec, [RankFacts(gpu="a", nccl=True), RankFacts(gpu="a", nccl=True)])
@@ -184,7 +184,7 @@ def why_not(name: str, device: str, spec: ExchangeSpec, facts: Sequence[RankFact
 
 
 def why_not_between_domains(name: str, spec: ExchangeSpec, facts: Sequence[RankFacts], domains: int) -> str | None:
-    """Why this backend cannot serve GPU ranks in several equal domains, and what to do; None where it can.
+    """Say why this backend cannot serve GPU ranks in several equal domains, and what to do; None where it can.
 
     >>> facts, spec = [RankFacts("a", "NVIDIA H200", (9, 0), nccl=True)] * 4, ExchangeSpec(8, 64, 4, 2)
     >>> why_not_between_domains("fused", spec, facts, domains=2)
@@ -207,7 +207,7 @@ def why_not_between_domains(name: str, spec: ExchangeSpec, facts: Sequence[RankF
             f"hidden is {spec.hidden}; between domains values of {FP8} move in pieces of {ROW_BYTES}: leave the wire "
             "of dispatch out"
         )
-    if without := [rank for rank, found in enumerate(facts) if not found.nccl]:
+    if without := [rank for rank, gpu in enumerate(facts) if not gpu.nccl]:
         return f"the torch of rank {without[0]} was built without NCCL, which connects domains: take another torch"
     size = len(facts) // domains
     for domain in range(domains):
@@ -255,7 +255,7 @@ def _make_between_gpus(choice: Choice, world: World, spec: ExchangeSpec) -> Back
     from raymoe.net.nccl_rail import NcclRail
 
     launcher = world.shared(SharedLauncher)  # made first, so that it is closed last
-    rail = world.shared(NcclRail)  # before NCCL inside a domain: it tells NCCL which domain this rank is in
+    rail = world.shared(NcclRail)  # before NCCL inside a domain: it sets the domain of this rank for NCCL
     inside = _make_on_gpu(choice, world.domain, spec.inside(world.domains), None)
     assert isinstance(inside, InsideBackend), f"{choice.backend} serves several domains"
     return HierarchicalGpu(world, spec, RailParts(launcher, rail, inside, choice.chunk))
@@ -292,7 +292,7 @@ def _make_on_gpu(choice: Choice, world: World, spec: ExchangeSpec, workspace: Wo
 
 
 def _request_error(world: World, spec: object, request: ExchangeRequest) -> ConfigError | None:
-    """The first error that this rank can find without the others."""
+    """Find the first error that this rank sees without the others."""
     device = world.device.type
     if not isinstance(spec, ExchangeSpec):
         return ConfigError(f"spec is a {type(spec).__name__}; an ExchangeSpec is needed")
@@ -339,9 +339,9 @@ def _facts(world: World) -> RankFacts:
 
 
 def _no_nccl(facts: Sequence[RankFacts]) -> str | None:
-    if without := [rank for rank, found in enumerate(facts) if not found.nccl]:
+    if without := [rank for rank, rank_facts in enumerate(facts) if not rank_facts.nccl]:
         return f"the torch of rank {without[0]} was built without NCCL: take fused or staged, or another torch"
-    gpus = [found.gpu for found in facts]
+    gpus = [rank_facts.gpu for rank_facts in facts]
     for rank, gpu in enumerate(gpus):
         if gpus.index(gpu) != rank:
             return (
@@ -352,30 +352,29 @@ def _no_nccl(facts: Sequence[RankFacts]) -> str | None:
 
 
 def _no_round_kernels(spec: ExchangeSpec, ranks: int) -> str | None:
-    """Why the kernels around NCCL's collectives cannot serve this spec; None where they can.
+    """Say why the kernels around NCCL's collectives cannot serve this spec; None where they can.
 
     >>> _no_round_kernels(ExchangeSpec(tokens=8, hidden=64, experts=8192, topk=2), 2)
     'experts a rank is 4096; collective and allgather take at most 3072 on GPUs'
     """
     rows = ranks * spec.tokens * max(spec.topk, -(-spec.row_bytes // SPREAD_BYTES))
-    for key, asked in (("ranks", ranks), ("experts a rank", spec.local_experts(ranks)), ("pieces of rows", rows)):
-        if asked > ROUNDS_MOST[key]:
-            return f"{key} is {asked}; collective and allgather take at most {ROUNDS_MOST[key]} on GPUs"
+    for key, size in (("ranks", ranks), ("experts a rank", spec.local_experts(ranks)), ("pieces of rows", rows)):
+        if size > ROUNDS_MOST[key]:
+            return f"{key} is {size}; collective and allgather take at most {ROUNDS_MOST[key]} on GPUs"
     return None
 
 
 def _no_kernels(name: str, spec: ExchangeSpec, facts: Sequence[RankFacts]) -> str | None:
-    for rank, found in enumerate(facts):
-        if found.capability < FUSED_CAPABILITY:
-            has, needs = (".".join(map(str, each)) for each in (found.capability, FUSED_CAPABILITY))
+    for rank, gpu in enumerate(facts):
+        if gpu.capability < FUSED_CAPABILITY:
+            has, needs = (".".join(map(str, version)) for version in (gpu.capability, FUSED_CAPABILITY))
             return (
-                f"{found.name} of rank {rank} has compute capability {has}; {name} needs {needs} or more: take "
-                "collective"
+                f"{gpu.name} of rank {rank} has compute capability {has}; {name} needs {needs} or more: take collective"
             )
     entries = spec.tokens * spec.topk  # all of them may name one expert
     sizes = (spec.hidden, spec.topk, spec.experts, len(facts), entries)
-    asked = dict(zip(FUSED_MOST, sizes, strict=True))
+    needed = dict(zip(FUSED_MOST, sizes, strict=True))
     for key, most in FUSED_MOST.items():
-        if asked[key] > most:
-            return f"{key} is {asked[key]}; {name} takes at most {most}: take collective"
+        if needed[key] > most:
+            return f"{key} is {needed[key]}; {name} takes at most {most}: take collective"
     return None

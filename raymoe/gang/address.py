@@ -25,34 +25,35 @@ def choose(address: str | None) -> str | None:
 
 def reachable(address: str) -> str:
     """Check that the cluster's port answers; return its `host:port`. `auto` reads what `ray start --head` wrote."""
-    found = address
+    host_port = address
     if address == "auto":
         try:
-            found = ADDRESS_FILE.read_text().strip()
+            host_port = ADDRESS_FILE.read_text().strip()
         except OSError as error:
             raise ClusterError(
                 f"asked for --address auto, and {ADDRESS_FILE} cannot be read ({error.strerror}); "
                 "start a cluster with `ray start --head`, or omit --address to run on this machine"
             ) from error
-    if "://" in found:
+    if "://" in host_port:
         raise ClusterError(
-            f"asked for {found}, and raymoe does not support Ray Client addresses; "
+            f"asked for {host_port}, and raymoe does not support Ray Client addresses; "
             "submit the run to the cluster (`ray job submit … -- raymoe run …`), or give host:port of its head"
         )
-    host, _, port = found.rpartition(":")
+    host, _, port = host_port.rpartition(":")
     if not host or not port.isdigit() or not 0 < int(port) < 65536:
         raise ClusterError(
-            f"asked for the cluster {found!r}, which is not host:port; give the address that `ray start --head` prints"
+            f"asked for the cluster {host_port!r}, which is not host:port; give the address that `ray start --head` "
+            "prints"
         )
     try:
         socket.create_connection((host.strip("[]"), int(port)), timeout=PROBE_S).close()
     except OSError as error:
         stale = f" ({ADDRESS_FILE} is stale)" if address == "auto" else ""
         raise ClusterError(
-            f"asked for the Ray cluster at {found}, and nothing answers there{stale}: {error.strerror or error}; "
+            f"asked for the Ray cluster at {host_port}, and nothing answers there{stale}: {error.strerror or error}; "
             "start one with `ray start --head`, or omit --address and unset RAY_ADDRESS to run on this machine"
         ) from error
-    return found
+    return host_port
 
 
 # The token, and the address of the Jobs API.
@@ -80,4 +81,4 @@ JOBS_ADDRESSES = ("RAY_API_SERVER_ADDRESS", "RAY_ADDRESS")
 
 def jobs_address(*named: str | None) -> str | None:
     """Return the first address that is named, else that of a variable; None if there is none."""
-    return next((each for each in (*named, *map(os.environ.get, JOBS_ADDRESSES)) if each), None)
+    return next((address for address in (*named, *map(os.environ.get, JOBS_ADDRESSES)) if address), None)

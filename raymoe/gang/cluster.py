@@ -33,8 +33,8 @@ class Cluster:
         if self.address is None:
             logs = f"see {local_ray.temporary_directory()}/session_latest/logs"
             return Bounded(START_S, 3, f"asked for a local Ray, and it was not up after {START_S:g} s; {logs}")
-        asked = f"asked for the Ray cluster at {self.address}, and ray.init did not connect within {CONNECT_S:g} s"
-        return Bounded(CONNECT_S, 3, f"{asked}; check that a head of Ray {ray.__version__} runs there{_token_hint()}")
+        late = f"asked for the Ray cluster at {self.address}, and ray.init did not connect within {CONNECT_S:g} s"
+        return Bounded(CONNECT_S, 3, f"{late}; check that a head of Ray {ray.__version__} runs there{_token_hint()}")
 
     def connect(self) -> None:
         """Call `ray.init`; keep the SIGTERM handler that this process had."""

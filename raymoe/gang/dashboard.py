@@ -29,7 +29,7 @@ def now(metric: Metric) -> str:
 
 
 def rate(metric: Metric, suffix: str = "") -> str:
-    """Return the query for what a counter, or a part of a histogram, gains each second."""
+    """Return the query for the gain of a counter, or of a part of a histogram, each second."""
     return f"rate({metric.exported}{suffix}{{{SELECTED}}}[{WINDOW}])"
 
 

@@ -34,15 +34,15 @@ class DomainPlan:
         """
         return seat // self.size if self.on_nodes else seat
 
-    def bundles(self, each: Mapping[str, float]) -> list[dict[str, float]]:
-        """Return the bundles to reserve, of ranks that take `each`: one for a rank, or one for a domain on its node.
+    def bundles(self, per_rank: Mapping[str, float]) -> list[dict[str, float]]:
+        """Return the bundles to reserve, of ranks that take `per_rank`: one for a rank, or one for a domain on a node.
 
         >>> DomainPlan(2, 4, on_nodes=True).bundles({"CPU": 0.5}), DomainPlan(1, 2).bundles({"CPU": 0.5})
         ([{'CPU': 2.0}, {'CPU': 2.0}], [{'CPU': 0.5}, {'CPU': 0.5}])
         """
         if self.on_nodes:
-            return [{name: self.size * amount for name, amount in each.items()} for _ in range(self.domains)]
-        return [dict(each) for _ in range(self.ranks)]
+            return [{name: self.size * amount for name, amount in per_rank.items()} for _ in range(self.domains)]
+        return [dict(per_rank) for _ in range(self.ranks)]
 
     def __str__(self) -> str:
         """Say where the ranks go, as the end of a sentence.
@@ -57,7 +57,7 @@ class DomainPlan:
         return where if self.domains == 1 else f"in {self.domains} domains of {self.size} {where}"
 
 
-def plan_domains(asked: int | Literal["auto"], ranks: int, may_span: bool, capacities: Sequence[int]) -> DomainPlan:
+def plan_domains(size: int | Literal["auto"], ranks: int, may_span: bool, capacities: Sequence[int]) -> DomainPlan:
     """Choose the domains of a gang. `capacities` has the number of ranks that each node can hold.
 
     `auto` is one domain if a node can hold it, or if the ranks may not span; else the fewest equal domains that nodes
@@ -74,29 +74,29 @@ def plan_domains(asked: int | Literal["auto"], ranks: int, may_span: bool, capac
     (DomainPlan(domains=2, size=2, on_nodes=True), DomainPlan(domains=2, size=2, on_nodes=False), \
 DomainPlan(domains=2, size=2, on_nodes=True))
     """
-    if asked == "auto":
+    if size == "auto":
         for domains in range(1, ranks + 1 if may_span else 2):
             if ranks % domains == 0 and _nodes_for(ranks // domains, capacities) >= domains:
                 return DomainPlan(domains, ranks // domains, on_nodes=domains > 1)
         return DomainPlan(1, ranks)
-    domains = ranks // asked
+    domains = ranks // size
     if domains == 1:
         return DomainPlan(1, ranks)
-    spread = _nodes_for(asked, capacities) >= domains or _nodes_for(ranks, capacities) == 0
-    return DomainPlan(domains, asked, on_nodes=spread)
+    spread = _nodes_for(size, capacities) >= domains or _nodes_for(ranks, capacities) == 0
+    return DomainPlan(domains, size, on_nodes=spread)
 
 
 def _nodes_for(ranks: int, capacities: Sequence[int]) -> int:
     return sum(most >= ranks for most in capacities)
 
 
-def ranks_on(resources: Mapping[str, float], each: Mapping[str, float]) -> int:
-    """Return how many ranks that take `each` a node with these resources can hold.
+def ranks_on(resources: Mapping[str, float], per_rank: Mapping[str, float]) -> int:
+    """Return how many ranks that take `per_rank` a node with these resources can hold.
 
     >>> ranks_on({"CPU": 2.0}, {"CPU": 0.5}), ranks_on({"CPU": 2.0}, {"CPU": 0.5, "GPU": 1.0})
     (4, 0)
     """
-    return min(int(resources.get(name, 0.0) / amount + _TINY) for name, amount in each.items())
+    return min(int(resources.get(name, 0.0) / amount + _TINY) for name, amount in per_rank.items())
 
 
 GPU_DOMAIN = "ray.io/gpu-domain"

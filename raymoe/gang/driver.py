@@ -1,7 +1,7 @@
 """Carry out a run: wait for events from Ray, ask `supervisor.decide`, carry out its actions.
 
-The driver runs in a child process of `main_process.py`, so a crash or a hang in Ray's C++ loses no result, message or
-exit code. It writes no file and nothing to the terminal: it sends messages to the main process.
+The driver runs in a child process of `main_process.py`, so a crash or a hang in Ray's C++ loses no result, no message
+and no exit code. It writes no file and nothing to the terminal: it sends messages to the main process.
 """
 
 from __future__ import annotations
@@ -41,16 +41,16 @@ from raymoe.gang.placement import Reservation, place
 from raymoe.gang.processes import Process, children_named, is_alive, is_stopped
 from raymoe.gang.watch import RunWatch
 
-EVENTS_S = 0.1  # longest wait for events of Ray; bounds the delay until a stop is noticed
-ALIVE_S = 1.0  # between two messages that the driver works
-STOPPED_S = 6.0  # that a server of the run's own Ray may be stopped
+EVENTS_S = 0.1  # longest wait for events of Ray, and so the delay until a stop is noticed
+ALIVE_S = 1.0  # between two messages `Alive`
+STOPPED_S = 6.0  # until a stopped server of the run's own Ray counts as lost
 CLEAR_S = 20.0  # to close and end the ranks of the last generation, also on another node
 LEAVE_S = 5.0  # to leave a cluster
-SAME_PROGRESS_S = 5.0  # until progress is sent again that has not changed, so that a log shows that the run is alive
+SAME_PROGRESS_S = 5.0  # until unchanged progress is sent again, so that a log shows that the run is alive
 
 
 @dataclass(frozen=True)
-class RunOrder:
+class DriverSettings:
     """The job to run, and the cluster to run it on."""
 
     job: Job
@@ -64,32 +64,32 @@ class RunOrder:
 class Driver:
     """A run, from `ray.init` to `ray.shutdown`. `stopped` returns the signal that asked to stop, or None."""
 
-    order: RunOrder
-    tell: Callable[[Message], None]
+    settings: DriverSettings
+    send: Callable[[Message], None]
     stopped: Callable[[], int | None]
     finished: set[str] = field(default_factory=set)
     reservation: Reservation | None = None
     gang: Gang | None = None
     state: sv.State = field(init=False)
     stop_seen: bool = False
-    progress_sent: tuple[Progressed | None, float] = None, 0.0  # the last one, and when it was sent
+    progress_sent: tuple[Progressed | None, float] = None, 0.0  # the last progress sent, and when
     watch: RunWatch = field(init=False)
     generation_began: float = field(default_factory=time.monotonic)
-    servers: dict[str, Process] = field(default_factory=dict)  # of the run's own Ray
-    seen_running: dict[str, float] = field(default_factory=dict)  # when each of them was seen so last
-    alive_at: float = 0.0  # when `Alive` was sent last
+    servers: dict[str, Process] = field(default_factory=dict)  # those of the run's own Ray, by name
+    seen_running: dict[str, float] = field(default_factory=dict)  # when each server was last seen running
+    alive_at: float = 0.0  # when the last `Alive` was sent
 
     def __post_init__(self) -> None:
-        world = self.order.job.world
+        world = self.settings.job.world
         self.state = sv.State(ranks=world.ranks, restarts_left=world.restarts)
-        self.finished |= self.order.finished
-        cases = len(self.order.job.cases())
-        self.watch = RunWatch(self.order.run, world.ranks, cases, self.tell, self.order.profile)
+        self.finished |= self.settings.finished
+        cases = len(self.settings.job.cases())
+        self.watch = RunWatch(self.settings.run, world.ranks, cases, self.send, self.settings.profile)
 
     def run(self) -> RunOutcome:
         """Carry out the whole run. A RaymoeError becomes the outcome."""
         outcome = self._run()
-        self.tell(Ending(outcome, LEAVE_S))
+        self.send(Ending(outcome, LEAVE_S))
         self._leave()
         return outcome
 
@@ -100,7 +100,7 @@ class Driver:
             while self.state.phase is not sv.Phase.OVER:
                 generation = self.state.generation
                 for event in self._next_events():
-                    if self.state.generation == generation:  # else the event is of a rank that is gone
+                    if self.state.generation == generation:  # else the event is about a rank that is gone
                         self._on(event)
         except RaymoeError as error:
             return RunOutcome(error.exit_code, str(error))
@@ -114,14 +114,14 @@ class Driver:
         return RunOutcome(verdict.exit_code, verdict.message, verdict.culprit, verdict.traceback)
 
     def _connect(self) -> None:
-        world, began = self.order.job.world, time.monotonic()
-        cluster = Cluster(choose(self.order.address), max(os.cpu_count() or 1, world.ranks))
-        self.tell(cluster.bound())
+        world, began = self.settings.job.world, time.monotonic()
+        cluster = Cluster(choose(self.settings.address), max(os.cpu_count() or 1, world.ranks))
+        self.send(cluster.bound())
         cluster.connect()
-        self.tell(Bounded(None))
+        self.send(Bounded(None))
         if cluster.address is None:
             self.servers = children_named(local_ray.SERVERS)
-        self.tell(Connected(cluster.address, time.monotonic() - began))
+        self.send(Connected(cluster.address, time.monotonic() - began))
         self.watch.connected(len(self.finished))
 
     def _place(self) -> None:
@@ -130,14 +130,14 @@ class Driver:
             self._on(sv.Placed())
 
     def _reserve(self) -> Reservation | None:
-        order = self.order
-        return place(order.job, order.run, self._check_stop, lambda text: self.tell(Waiting(text)))
+        settings = self.settings
+        return place(settings.job, settings.run, self._check_stop, lambda text: self.send(Waiting(text)))
 
     def _place_again(self, lost: sv.Verdict) -> None:
         """Reserve resources on other nodes. Ray first has to notice the loss, or it would choose the same ones."""
         assert self.gang is not None and self.reservation is not None
         lost_nodes = self.gang.lost_nodes()
-        deadline = time.monotonic() + self.order.job.world.placement_timeout_s
+        deadline = time.monotonic() + self.settings.job.world.placement_timeout_s
         while not all(nodes.given_up(node.id) for node in lost_nodes) and time.monotonic() < deadline:
             if self._check_stop():
                 return
@@ -146,18 +146,14 @@ class Driver:
         try:
             self.reservation = self._reserve()
         except PlacementError as error:
-            raise RankDied(
-                lost.culprit or 0, f"{lost.message}; and {self._others()} can hold the ranks: {error}"
-            ) from error
-
-    def _others(self) -> str:
-        return "no other nodes" if self.gang is not None and len(self.gang.nodes) > 1 else "no other node"
+            others = "no other nodes" if len(self.gang.nodes) > 1 else "no other node"
+            raise RankDied(lost.culprit or 0, f"{lost.message}; and {others} can hold the ranks: {error}") from error
 
     def _check_stop(self) -> bool:
-        """Return whether a signal asked to stop; tell the supervisor the first time. Every loop calls this."""
+        """Return whether a signal asked to stop; pass it to the supervisor the first time. Every loop calls this."""
         if time.monotonic() - self.alive_at > ALIVE_S:
             self.alive_at = time.monotonic()
-            self.tell(Alive())
+            self.send(Alive())
         self.watch.refresh()
         signum = self.stopped()
         if signum is not None and not self.stop_seen:
@@ -183,7 +179,7 @@ class Driver:
         return [sv.RayLost(lost)] if lost else events
 
     def _lost_server(self, given_up: bool) -> str | None:
-        """Say which server of the run's own Ray has ended. Of a Ray that was given up, also which one is stopped.
+        """Say which server of the run's own Ray has ended or, if Ray gave it up, is stopped.
 
         Ray gives a stopped raylet up after 3 s, but this process may hear of it late: a call to that raylet hangs. So a
         server that has not been seen running for STOPPED_S is lost too.
@@ -207,45 +203,45 @@ class Driver:
             return
         for case, lines in self.gang.take_finished():
             self.finished.add(case)
-            self.tell(CaseDone(case, self.state.generation, lines))
+            self.send(CaseDone(case, self.state.generation, lines))
             self.watch.case_done(len(self.finished))
         self.watch.take(self.gang)
         sent, at = self.progress_sent
         now, progress = time.monotonic(), self.gang.progress
         if progress is not None and (progress != sent or now - at > SAME_PROGRESS_S):
             self.progress_sent = progress, now
-            self.tell(progress)
+            self.send(progress)
 
     def _on(self, event: sv.Event) -> None:
         before = self.state
         self.state, actions = sv.decide(before, event, time.monotonic())
         self.watch.on(event, before, self.state)
         if isinstance(event, sv.Wired) and self.gang is not None:
-            self.tell(Ready(before.generation, time.monotonic() - self.generation_began, self.gang.describe_ranks()))
+            self.send(Ready(before.generation, time.monotonic() - self.generation_began, self.gang.describe_ranks()))
         if self.state.phase is sv.Phase.CLEARING and self.state.final and self.state.verdict is not None:
-            self.tell(Ending(self._outcome(self.state.verdict), CLEAR_S))
+            self.send(Ending(self._outcome(self.state.verdict), CLEAR_S))
         elif before.phase is not self.state.phase and self.state.phase in (sv.Phase.OVER, sv.Phase.STARTING):
             self._end_generation(before)
         for action in actions:
             self._act(action)
 
     def _end_generation(self, before: sv.State) -> None:
-        """Tell how a generation ended, if there was one: either another one starts, or the run is over."""
+        """Report how a generation ended, if there was one. Either another one starts, or the run is over."""
         restarting = self.state.phase is sv.Phase.STARTING
         verdict = before.verdict if restarting else self.state.verdict
         if self.gang is None or verdict is None:
             return
-        self.tell(GenerationEnded(before.generation, verdict.cause, verdict.culprit, verdict.message, restarting))
+        self.send(GenerationEnded(before.generation, verdict.cause, verdict.culprit, verdict.message, restarting))
         self.generation_began = time.monotonic()
         if restarting and self.gang.lost_nodes():
             self._place_again(verdict)
 
     def _act(self, action: sv.Action) -> None:
         if action is sv.Action.START:
-            if self.stop_seen:  # while the ranks were placed again; the state has the stop
+            if self.stop_seen:  # the stop came while the ranks were placed again; the state has it
                 return
             assert self.reservation is not None
-            self.gang = Gang(self.order.job, self.order.run, self.reservation, self.state.generation)
+            self.gang = Gang(self.settings.job, self.settings.run, self.reservation, self.state.generation)
             return
         assert self.gang is not None, f"{action} before there are ranks"
         match action:

@@ -31,7 +31,7 @@ from raymoe.shell import stop_signals
 
 LEAVE_S = 1.0  # between the first signal and the request to stop
 STOP_S = 30.0  # for a job that was asked to stop
-LOST_S = 30.0  # without an answer, before the cluster counts as lost
+LOST_S = 30.0  # without an answer, until the cluster counts as lost
 REST_S = 5.0  # for the rest of the log of a job that has ended
 POLL_S = 0.5
 PENDING_S = 10.0  # between lines about a job that has not started
@@ -115,7 +115,7 @@ class Follower:
                     return
 
     def _leaves(self, signum: int) -> bool:
-        """Note a signal; return whether it says to leave the job."""
+        """Note a signal; return whether the user leaves the job with it."""
         if signum == signal.SIGHUP or self.signum is not None:
             return True
         self.signum, self._stop_at = signum, time.monotonic() + LEAVE_S

@@ -29,12 +29,12 @@ POLL_S = 0.2  # between two polls of a rank
 START_S = 60.0  # extra time for the first answer to a call, which may start a process and import torch
 MARGIN_S = 5.0  # extra time after world.wait_timeout_s, until a rank that does not answer counts as stuck
 NAME_TAKEN_S = 5.0  # for Ray to free the actor name of a rank that died
-LAST_REPORTS_S = 0.5  # for a rank that failed to hand over its last reports
+LAST_REPORTS_S = 0.5  # for the last reports of a rank that failed
 CLOSE_S = 3.0  # for all ranks to close; then they are killed
 
 
 @dataclass(frozen=True)
-class Call:
+class RankCall:
     """A call to a rank that has not answered yet."""
 
     method: str
@@ -48,20 +48,20 @@ class Gang:
         self.job, self.run_name, self.reservation, self.generation = job, run, reservation, generation
         self.size = job.world.ranks
         self.locations: dict[int, Location] = {}
-        self.nodes: dict[str, nodes.Node] = {}  # those of the ranks by id, once the ranks are located
+        self.nodes: dict[str, nodes.Node] = {}  # the ranks' nodes by id, once the ranks are located
         self.descriptors: dict[int, dict[str, Any]] = {}
         self.progress: Progressed | None = None
-        self._calls: dict[ray.ObjectRef[Any], Call] = {}
+        self._calls: dict[ray.ObjectRef[Any], RankCall] = {}
         self._polls: dict[int, tuple[ray.ObjectRef[Any], float]] = {}
         self._next_poll = 0.0
         self._failed = False  # a rank failed in the current call
         self._suspicious = False  # a rank failed, perhaps because a node is lost
-        self._asked_at = time.monotonic()
+        self._called_at = time.monotonic()
         self._first_answer: float | None = None
         self._cursor = 0  # finished cases taken from rank 0
         self._taken: dict[int, int] = {}  # reports taken from each rank
         self._reports: list[tuple[int, Progress | Span]] = []
-        self.shifts: dict[int, ClockShift] = {}  # of the clock of each rank, by its last answer to a poll
+        self.shifts: dict[int, ClockShift] = {}  # of each rank's clock, as its last answer to a poll shows it
         self._finished: list[tuple[str, tuple[Line, ...]]] = []
         self._start(list(range(self.size)))
 
@@ -129,13 +129,13 @@ class Gang:
         return [node for node in self.nodes.values() if node.lost]
 
     def _ask(self, method: str, arguments: Callable[[int], tuple[object, ...]]) -> None:
-        """Call a method of every rank."""
+        """RankCall a method of every rank."""
         self._calls.clear()
         self._failed = False
         for rank, actor in enumerate(self.actors):
             ref = getattr(actor, method).options(name=f"rank{rank} {method}").remote(*arguments(rank))
-            self._calls[ref] = Call(method, rank)
-        self._asked_at, self._first_answer = time.monotonic(), None
+            self._calls[ref] = RankCall(method, rank)
+        self._called_at, self._first_answer = time.monotonic(), None
 
     def describe_ranks(self) -> tuple[dict[str, object], ...]:
         """Return process, node and GPU of each rank, for environment.json and for a user who wants to inspect one."""
@@ -178,10 +178,10 @@ class Gang:
         taken, self._reports = self._reports, []
         return taken
 
-    def _on_answer(self, call: Call, ref: ray.ObjectRef[Any]) -> list[sv.Event]:
+    def _on_answer(self, call: RankCall, ref: ray.ObjectRef[Any]) -> list[sv.Event]:
         self._first_answer = self._first_answer or time.monotonic()
         answer, event = self._read(call, ref)
-        # What a rank reported after its last poll comes before the event that it is done, or that it failed.
+        # Reports after the last poll come before the event that the rank is done, or that it failed.
         last: list[sv.Event] = []
         if call.method == "run" and (event is None or isinstance(event, sv.Failed)):  # the rank answers
             last = self._last_poll(call.rank, MARGIN_S if event is None else LAST_REPORTS_S)
@@ -205,7 +205,9 @@ class Gang:
                 self.locations.clear()
                 self._start(seats)
                 return []
-            self.nodes = {name: nodes.find_node(name) for name in {each.node for each in self.locations.values()}}
+            self.nodes = {
+                name: nodes.find_node(name) for name in {location.node for location in self.locations.values()}
+            }
             settings = [self._settings(rank) for rank in range(self.size)]
             self._ask("open", lambda rank: (settings[rank],))
             return []
@@ -235,7 +237,7 @@ class Gang:
         networks = tuple({location.network for location in self.locations.values()})
         return DomainSettings(plan.size, at.node if plan.on_nodes else str(rank // plan.size), networks, node_address)
 
-    def _read(self, call: Call, ref: ray.ObjectRef[Any]) -> tuple[Any, sv.Event | None]:
+    def _read(self, call: RankCall, ref: ray.ObjectRef[Any]) -> tuple[Any, sv.Event | None]:
         """Return the answer, or the event that there is none."""
         try:
             answer = ray.get(ref)
@@ -251,7 +253,7 @@ class Gang:
             return None, sv.Failed(call.rank, answer)
         return answer, None
 
-    def _loss(self, call: Call, error: str) -> sv.Event:
+    def _loss(self, call: RankCall, error: str) -> sv.Event:
         """Return the event of a rank that is lost: alone, with its node, or with Ray."""
         if nodes.OWNER_NODE_DIED in error:
             return sv.RayLost("lost Ray: the raylet of the driver's node ended or does not answer; see `ray status`")
@@ -264,13 +266,13 @@ class Gang:
         location = self.locations.get(rank)
         return None if location is None else self.nodes.get(location.node)
 
-    def _node_loss(self, rank: int, found: str) -> sv.NodeLost:
-        """Return the event that a node is lost. `found` says how, of one of its ranks."""
+    def _node_loss(self, rank: int, how: str) -> sv.NodeLost:
+        """Return the event that the node of `rank` is lost. `how` says how the rank shows it."""
         node = self._node_of(rank)
-        others = [each for each in sorted(self.locations) if each != rank and node and self._node_of(each) == node]
+        others = [other for other in sorted(self.locations) if other != rank and node and self._node_of(other) == node]
         also = f", and so did rank {', '.join(map(str, others))}" if others and len(self.nodes) > 1 else ""
         return sv.NodeLost(
-            rank, f"rank {rank} {found}, whose raylet is gone{also}; see `ray status`, and whether that machine is up"
+            rank, f"rank {rank} {how}, whose raylet is gone{also}; see `ray status`, and whether that machine is up"
         )
 
     def _find_lost_node(self, events: list[sv.Event]) -> list[sv.Event]:
@@ -290,15 +292,15 @@ class Gang:
         gone = [rank for rank, location in sorted(self.locations.items()) if location.node in lost]
         return [self._node_loss(gone[0], f"was lost with {self._node_of(gone[0])}")] if gone else []
 
-    def _out_of_memory(self, call: Call) -> str:
+    def _out_of_memory(self, call: RankCall) -> str:
         """Say that the raylet's memory monitor ended a rank."""
         location = self.locations.get(call.rank)
         pid = f" (pid {location.process[0]})" if location else ""
         node = self._node_of(call.rank) or "its node"
-        found = f"rank {call.rank}{pid} died in `{call.method}`: Ray ended it because {node} ran low on memory"
-        return f"{found}; lower shape or world.ranks, or see RAY_memory_usage_threshold"
+        death = f"rank {call.rank}{pid} died in `{call.method}`: Ray ended it because {node} ran low on memory"
+        return f"{death}; lower shape or world.ranks, or see RAY_memory_usage_threshold"
 
-    def _death_message(self, call: Call) -> str:
+    def _death_message(self, call: RankCall) -> str:
         location = self.locations.get(call.rank)
         if location is None or location.stderr_file is None:
             pid = f" (pid {location.process[0]})" if location else ""
@@ -330,10 +332,10 @@ class Gang:
     def _on_poll(self, rank: int, ref: ray.ObjectRef[Any]) -> list[sv.Event]:
         if self._polls.get(rank, (None,))[0] != ref:
             return []  # `_last_poll` has asked for the same cases in the meantime
-        _, asked = self._polls.pop(rank)
-        status, event = self._read(Call("poll", rank), ref)
+        _, sent = self._polls.pop(rank)
+        status, event = self._read(RankCall("poll", rank), ref)
         if event is None:
-            self.shifts[rank] = ClockShift.of_answer(asked, status.now, time.monotonic())
+            self.shifts[rank] = ClockShift.of_answer(sent, status.now, time.monotonic())
             self._record(rank, status)
         return [] if event is None else [event]
 
@@ -344,7 +346,7 @@ class Gang:
         if not ray.wait([ref], timeout=timeout_s)[0]:
             message = f"rank {rank} finished its cases and no longer answers; its process still runs"
             return [sv.NotAnswering(rank, message, 5)]
-        status, event = self._read(Call("poll", rank), ref)
+        status, event = self._read(RankCall("poll", rank), ref)
         if event is None:
             self._record(rank, status)
         return [] if event is None else [event]
@@ -366,15 +368,15 @@ class Gang:
     def _find_overdue(self) -> list[sv.Event]:
         """Return the first rank that should have answered by now."""
         now, limit_s = time.monotonic(), self.job.world.wait_timeout_s + MARGIN_S
-        for rank, (_, asked) in self._polls.items():
-            if now - asked > limit_s:
-                message = f"rank {rank} has not answered for {now - asked:.0f} s; its process still runs"
+        for rank, (_, sent) in self._polls.items():
+            if now - sent > limit_s:
+                message = f"rank {rank} has not answered for {now - sent:.0f} s; its process still runs"
                 return [sv.NotAnswering(rank, message, 5)]
         for call in self._calls.values():
             if call.method == "run":
                 continue
             late = self._first_answer is not None and now - self._first_answer > limit_s
-            if late or now - self._asked_at > START_S + limit_s:
-                message = f"rank {call.rank} did not answer `{call.method}` within {now - self._asked_at:.0f} s"
+            if late or now - self._called_at > START_S + limit_s:
+                message = f"rank {call.rank} did not answer `{call.method}` within {now - self._called_at:.0f} s"
                 return [sv.NotAnswering(call.rank, message, 5 if self.locations else 3)]
         return []

@@ -28,7 +28,7 @@ from raymoe.errors import ClusterError, ConfigError, RaymoeError, one_line, show
 from raymoe.gang.address import JOBS_ADDRESSES, reachable, token_source
 
 CONNECT_S, ANSWER_S, UPLOAD_S = 5.0, 30.0, 600.0
-MOST_ANSWER_BYTES = 256 * 2**20  # of one answer; the largest is the log of a job that prints results
+MOST_ANSWER_BYTES = 256 * 2**20  # the largest answer is the log of a job that prints results
 AGENT_S = 60.0  # how long a cluster without an agent is asked again; agents start after the head
 FIND_S = 20.0  # to ask a head at host:port for the address of its dashboard
 FIND = "import sys; from ray.dashboard.utils import ray_address_to_api_server_url as f; print(f(sys.argv[1]))"
@@ -120,11 +120,11 @@ def _within(seconds: float, ask: Callable[[], T]) -> T:
 
 
 def _limit_size(response: requests.Response, *_: object, **__: object) -> None:
-    """Let reading an answer fail where it is larger than MOST_ANSWER_BYTES."""
-    response.raw = _Limited(response.raw)
+    """Make a read of an answer fail past MOST_ANSWER_BYTES."""
+    response.raw = _BoundedBody(response.raw)
 
 
-class _Limited:
+class _BoundedBody:
     """The body of an answer, of which `requests` reads at most MOST_ANSWER_BYTES."""
 
     def __init__(self, body: Any) -> None:
@@ -147,19 +147,19 @@ class JobsApi:
 
     def __init__(self, address: str) -> None:
         """Connect to the cluster at `http://host:port` (its dashboard), at `host:port` or at `auto`."""
-        self.asked = address
+        self.named_address = address
         for name in ("dashboard_sdk", "job.sdk"):  # they log uploads and closed connections
             logging.getLogger(f"ray.dashboard.modules.{name}").setLevel(logging.WARNING)
         headers = os.environ.get("RAY_JOB_HEADERS")
         with self._failures(), _without(JOBS_ADDRESSES):  # Ray's client prefers these to the address that it is given
             self.address = _dashboard(address)
             try:
-                given = json.loads(headers) if headers else None
+                extra_headers = json.loads(headers) if headers else None
             except ValueError as error:
                 raise ConfigError(f"RAY_JOB_HEADERS is no JSON: {error}") from error
-            if given is not None and not isinstance(given, dict):
+            if extra_headers is not None and not isinstance(extra_headers, dict):
                 raise ConfigError("RAY_JOB_HEADERS is no JSON mapping from names to texts")
-            self._client = _Client(self.address, headers=given)
+            self._client = _Client(self.address, headers=extra_headers)
             self.ray_version = str(self._client._do_request("GET", "/api/version").json().get("ray_version"))
 
     def submit(self, job: str, request: JobRequest, notify: Callable[[str], None]) -> None:
@@ -176,7 +176,9 @@ class JobsApi:
                 if "No available agent" not in str(error) or time.monotonic() > deadline:
                     raise
                 if not is_retry:
-                    notify(f"the cluster at {self.asked} has no agent for jobs yet; asking again for {AGENT_S:g} s")
+                    notify(
+                        f"the cluster at {self.named_address} has no agent for jobs yet; asking again for {AGENT_S:g} s"
+                    )
                 is_retry = True
                 time.sleep(1.0)
 
@@ -221,23 +223,23 @@ class JobsApi:
 
     @contextmanager
     def _failures(self, submits: bool = False) -> Iterator[None]:
-        """Raise each failure of Ray's client as an error that says what was asked and what was found."""
-        asked = f"asked for the Jobs API of the cluster at {shown(self.asked)}"
+        """Raise each failure of Ray's client as an error that names the request and the reason."""
+        request = f"asked for the Jobs API of the cluster at {shown(self.named_address)}"
         try:
             yield
         except RaymoeError:
             raise
         except AuthenticationError as error:
-            found = f"it refuses the token in {token_source()}" if token_source() else "it asks for a token"
+            refusal = f"it refuses the token in {token_source()}" if token_source() else "it asks for a token"
             way = "put the token of that cluster into ~/.ray/auth_token and leave RAY_AUTH_MODE unset"
-            raise ClusterError(f"{asked}, and {found}; {way}") from error
+            raise ClusterError(f"{request}, and {refusal}; {way}") from error
         except (requests.exceptions.ConnectionError, ConnectionError) as error:
             way = "give the address of its dashboard, as http://HOST:8265"
-            raise ClusterError(f"{asked}, and nothing answers there; {way}") from error
+            raise ClusterError(f"{request}, and nothing answers there; {way}") from error
         except (requests.exceptions.JSONDecodeError, RecursionError, LookupError, TypeError, AttributeError) as error:
             raise self._no_ray_head() from error
         except requests.exceptions.RequestException as error:
-            raise ClusterError(f"{asked}, and got no answer: {one_line(str(error))}; is a Ray head there?") from error
+            raise ClusterError(f"{request}, and got no answer: {one_line(str(error))}; is a Ray head there?") from error
         except ValueError as error:  # also pydantic's, of JSON of another kind
             if not submits or isinstance(error, ValidationError):
                 raise self._no_ray_head() from error
@@ -245,12 +247,12 @@ class JobsApi:
             raise ConfigError(f"Ray refuses the job: {_first_line(error)}") from error
         except (RuntimeError, OSError) as error:
             if "does not exist" in str(error) and "404" in str(error):
-                raise ConfigError(f"{asked}, and it does not know this job; `raymoe jobs` lists its jobs") from error
-            raise ClusterError(f"{asked}, and it failed: {_first_line(error)}") from error
+                raise ConfigError(f"{request}, and it does not know this job; `raymoe jobs` lists its jobs") from error
+            raise ClusterError(f"{request}, and it failed: {_first_line(error)}") from error
 
     def _no_ray_head(self) -> ClusterError:
-        asked = f"asked for the Jobs API of the cluster at {shown(self.asked)}"
-        return ClusterError(f"{asked}, and got an answer that no Ray head gives; is a Ray head there?")
+        request = f"asked for the Jobs API of the cluster at {shown(self.named_address)}"
+        return ClusterError(f"{request}, and got an answer that no Ray head gives; is a Ray head there?")
 
 
 def _in_url(job: str) -> str:
@@ -285,19 +287,21 @@ def _dashboard(address: str) -> str:
     """Find the URL of the dashboard. `host:port` may be that of the dashboard, or that of the head's `ray start`."""
     if "://" in address:
         return address
-    found = reachable(address)
-    ask = partial(requests.get, f"http://{found}/api/version", timeout=CONNECT_S, stream=True, allow_redirects=False)
+    host_port = reachable(address)
+    ask = partial(
+        requests.get, f"http://{host_port}/api/version", timeout=CONNECT_S, stream=True, allow_redirects=False
+    )
     try:
         _within(2 * CONNECT_S, ask).close()
-        return f"http://{found}"
+        return f"http://{host_port}"
     except requests.exceptions.RequestException:
-        return _ask_head(found)
+        return _ask_head(host_port)
 
 
 def _ask_head(address: str) -> str:
     """Ask a head for its dashboard, in another process: Ray's C++ may wait for long, or end the process."""
     try:
-        found = subprocess.run(
+        head = subprocess.run(
             [sys.executable, "-c", FIND, address],
             capture_output=True,
             text=True,
@@ -307,7 +311,7 @@ def _ask_head(address: str) -> str:
         )
     except subprocess.TimeoutExpired:
         raise RuntimeError(f"{address} did not tell the address of its dashboard within {FIND_S:g} s") from None
-    url = found.stdout.strip().rpartition("\n")[2]
-    if found.returncode != 0 or not url.startswith("http"):
+    url = head.stdout.strip().rpartition("\n")[2]
+    if head.returncode != 0 or not url.startswith("http"):
         raise RuntimeError(f"{address} does not tell the address of a dashboard; give it as http://HOST:8265")
     return url

@@ -19,7 +19,7 @@ SETTINGS = {
 }
 """Environment variables of the Ray that a run starts, unless the user set them. Ray reads them when it is imported."""
 
-NEEDED_BYTES = 64 * 2**20  # in the temporary directory; the logs of a run take 0.25 MB, and an error some more
+NEEDED_BYTES = 64 * 2**20  # free in the temporary directory; the logs of a run take 0.25 MB, or more after an error
 NEEDED_FILES = 256  # open files of one process; the raylet opens 76 for 4 ranks
 WANTED_FILES = 65536
 SERVERS = ("gcs_server", "raylet")  # as /proc names them; a Ray that misses one is lost
@@ -49,12 +49,14 @@ def check_machine() -> None:
         raise ClusterError(f"asked for a local Ray, and its directory {existing} cannot be written; {advice}")
     free = shutil.disk_usage(existing).free
     if free < NEEDED_BYTES:
-        found = f"its directory {existing} has {free / 2**20:.0f} MiB free of the {NEEDED_BYTES / 2**20:.0f} it needs"
-        raise ClusterError(f"asked for a local Ray, and {found}; {advice}")
+        shortage = (
+            f"its directory {existing} has {free / 2**20:.0f} MiB free of the {NEEDED_BYTES / 2**20:.0f} it needs"
+        )
+        raise ClusterError(f"asked for a local Ray, and {shortage}; {advice}")
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if hard != resource.RLIM_INFINITY and hard < NEEDED_FILES:
-        found = f"a process may open {hard} files here of the {NEEDED_FILES} that Ray needs"
-        raise ClusterError(f"asked for a local Ray, and {found}; raise the limit with `ulimit -n 65536`")
+        shortage = f"a process may open {hard} files here of the {NEEDED_FILES} that Ray needs"
+        raise ClusterError(f"asked for a local Ray, and {shortage}; raise the limit with `ulimit -n 65536`")
     wanted = WANTED_FILES if hard == resource.RLIM_INFINITY else min(hard, WANTED_FILES)
     if soft != resource.RLIM_INFINITY and soft < wanted:
         resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
@@ -69,8 +71,8 @@ def session_of(driver: int, since: float) -> Path | None:
     Ray ends its name with the pid, which an earlier session may share.
     """
     for path in temporary_directory().glob(f"session_*_{driver}"):
-        found = path.lstat()
-        if stat.S_ISDIR(found.st_mode) and found.st_uid == os.getuid() and found.st_ctime >= since:
+        status = path.lstat()
+        if stat.S_ISDIR(status.st_mode) and status.st_uid == os.getuid() and status.st_ctime >= since:
             return path
     return None
 
@@ -84,4 +86,4 @@ def remove_session(session: Path) -> None:
     except FileNotFoundError:
         return  # another Ray replaces the link at the same time
     finally:
-        shutil.rmtree(session, ignore_errors=True)  # what cannot be removed costs room, and no result
+        shutil.rmtree(session, ignore_errors=True)  # files that cannot be removed cost space, and no result

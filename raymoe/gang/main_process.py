@@ -1,7 +1,7 @@
 """The process that the user started: it runs the driver in a child, and ends everything that the driver started.
 
 Ray runs in a child for three reasons. It replaces the SIGTERM handler inside `ray.init`. It swallows exceptions raised
-while it waits. It leaves agents behind that outlive the driver by half a minute. The parent has the signals, the files
+while it waits. It leaves agents that outlive the driver by half a minute. The parent has the signals, the files
 and the terminal. It is a child subreaper: every process that Ray starts on this machine becomes its child sooner or
 later, and can be ended by pid.
 
@@ -37,17 +37,17 @@ STOP_S = 3.5  # from a signal to the child's outcome; then all is killed, so a r
 REAP_S = 3.0  # to kill and reap all descendants
 SILENT_S = 30.0  # without a message from the child; longer than any call of Ray that still returns
 TICK_S = 0.5  # longest wait for a message
-OUTPUT_BYTES = 1 << 20  # of the driver's output that are kept, from its end
+OUTPUT_BYTES = 1 << 20  # the end of the driver's output goes into the outcome
 GCS_LOST = "Failed to connect to GCS"  # Ray's words when it ends the driver, 60 s after the GCS of a cluster ended
 PR_SET_CHILD_SUBREAPER = 36
 
-Tell = Callable[[Message], None]
+Send = Callable[[Message], None]
 Stopped = Callable[[], int | None]
-Work = Callable[[Tell, Stopped], RunOutcome]
+Work = Callable[[Send, Stopped], RunOutcome]
 
 
 def run_in_child(work: Work, on_message: Callable[[Message], None], *, keep_output: bool = False) -> RunOutcome:
-    """Run `work` in a child, pass its messages to `on_message`, and return the outcome; leave no process behind.
+    """Run `work` in a child, pass its messages to `on_message`, and return the outcome; leave no process.
 
     `work` gets two functions: one sends a message, the other returns the signal that asked to stop (None before that).
     With `keep_output`, what the child and Ray print goes into the outcome instead of to the terminal.
@@ -78,7 +78,7 @@ def run_in_child(work: Work, on_message: Callable[[Message], None], *, keep_outp
 
 
 class _Output:
-    """Everything that the child and Ray print, in memory."""
+    """Keeps the output of the child and of Ray in memory."""
 
     def __init__(self) -> None:
         self.fd = os.memfd_create("driver output")
@@ -129,7 +129,7 @@ class _Listener:
         self.child, self.pipe, self.signals, self.on_message = child, pipe, signals, on_message
         self.bound: Bounded | None = None
         self.ending: Ending | None = None
-        self.silent_s = 0.0  # time without a message; one in which this process was frozen too counts one tick
+        self.silent_s = 0.0  # without a message; time in which this process was frozen counts as one tick
         self.stop_ends = float("inf")
 
     def listen(self) -> RunOutcome:
@@ -192,8 +192,8 @@ def stop_seconds() -> float:
     """Return how long the child may take to stop. `ray job stop` kills this process 3 s after SIGTERM, or as set."""
     if "RAY_JOB_CONFIG_JSON_ENV_VAR" not in os.environ:  # Ray sets it for the entrypoint of a job only
         return STOP_S
-    given = os.environ.get("RAY_JOB_STOP_WAIT_TIME_S", "")
-    return max(0.5, min(STOP_S, (float(given) if given.isdigit() else 3.0) - 1.0))
+    seconds = os.environ.get("RAY_JOB_STOP_WAIT_TIME_S", "")
+    return max(0.5, min(STOP_S, (float(seconds) if seconds.isdigit() else 3.0) - 1.0))
 
 
 def _send(pipe: Connection, signum: int) -> None:
@@ -215,8 +215,8 @@ def _silent(child: int, seconds: float) -> RunOutcome:
     for pid in _descendants(child):
         name = _name(pid)
         if name in local_ray.SERVERS and _state(pid) in STOPPED_STATES:
-            found = f"its {name} (pid {pid}) is stopped, so a call to it did not return for {seconds:.0f} s"
-            return RunOutcome(3, f"lost the Ray that this run started: {found}")
+            cause = f"its {name} (pid {pid}) is stopped, so a call to it did not return for {seconds:.0f} s"
+            return RunOutcome(3, f"lost the Ray that this run started: {cause}")
     return RunOutcome(3, f"lost Ray: the driver's call to it did not return for {seconds:.0f} s; see `ray status`")
 
 
@@ -314,10 +314,10 @@ def _descendants(root: int) -> list[int]:
                 parents[int(entry.name)] = int((entry / "stat").read_text().rpartition(")")[2].split()[1])
             except (FileNotFoundError, ProcessLookupError):
                 continue
-    found = {root}
-    while more := {pid for pid, parent in parents.items() if parent in found} - found:
-        found |= more
-    return sorted(found - {root})
+    family = {root}
+    while more := {pid for pid, parent in parents.items() if parent in family} - family:
+        family |= more
+    return sorted(family - {root})
 
 
 def _ignore(_signum: int, _frame: FrameType | None) -> None:

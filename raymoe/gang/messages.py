@@ -72,13 +72,13 @@ class ClockShift:
     error: float
 
     @classmethod
-    def of_answer(cls, asked: float, there: float, answered: float) -> ClockShift:
-        """Return the shift that an answer shows: the other clock was at `there` between `asked` and `answered`.
+    def of_answer(cls, sent: float, there: float, answered: float) -> ClockShift:
+        """Return the shift that an answer shows: the other clock was at `there` between `sent` and `answered`.
 
-        >>> ClockShift.of_answer(asked=10.0, there=500.25, answered=10.5)
+        >>> ClockShift.of_answer(sent=10.0, there=500.25, answered=10.5)
         ClockShift(seconds=-490.0, error=0.25)
         """
-        return cls((asked + answered) / 2 - there, (answered - asked) / 2)
+        return cls((sent + answered) / 2 - there, (answered - sent) / 2)
 
 
 @dataclass(frozen=True)

@@ -23,7 +23,7 @@ class Kind(Enum):
     """The kind of a metric."""
 
     COUNTER = "counter"  # only grows
-    GAUGE = "gauge"  # the value of now; Ray forgets it soon after the driver ends
+    GAUGE = "gauge"  # the current value; Ray forgets it soon after the driver ends
     HISTOGRAM = "histogram"  # Ray keeps counts of buckets; its sum is made of their middles, so no mean is exact
 
 
@@ -39,7 +39,7 @@ class Metric:
 
     @property
     def exported(self) -> str:
-        """The name in Prometheus. Of a histogram it is the stem of `_bucket`, `_count` and `_sum`.
+        """The name in Prometheus. For a histogram it is the stem of `_bucket`, `_count` and `_sum`.
 
         >>> STEPS.exported, RANK_STATE.exported
         ('ray_raymoe_steps_total', 'ray_raymoe_rank_state')
@@ -130,17 +130,17 @@ def ray_recorder(metric: Metric) -> Record:
     from ray.util.metrics import Counter, Gauge, Histogram
 
     tags = ("run", *metric.tags)
-    made: Any
+    instrument: Any
     match metric.kind:
         case Kind.COUNTER:
-            made = Counter(metric.name, metric.meaning, tag_keys=tags)
-            return lambda value, under: made.inc(value, tags=dict(under)) if value > 0 else None
+            instrument = Counter(metric.name, metric.meaning, tag_keys=tags)
+            return lambda value, under: instrument.inc(value, tags=dict(under)) if value > 0 else None
         case Kind.GAUGE:
-            made = Gauge(metric.name, metric.meaning, tag_keys=tags)
-            return lambda value, under: made.set(value, tags=dict(under))
+            instrument = Gauge(metric.name, metric.meaning, tag_keys=tags)
+            return lambda value, under: instrument.set(value, tags=dict(under))
         case Kind.HISTOGRAM:
-            made = Histogram(metric.name, metric.meaning, STEP_BOUNDARIES_S, tag_keys=tags)
-            return lambda value, under: made.observe(value, tags=dict(under))
+            instrument = Histogram(metric.name, metric.meaning, STEP_BOUNDARIES_S, tag_keys=tags)
+            return lambda value, under: instrument.observe(value, tags=dict(under))
 
 
 REFRESH_S = 0.5  # Ray forgets a gauge that is not set again within two export intervals, each 1 s or more
@@ -233,8 +233,8 @@ class RunMetrics:
             self._is(rank, state)
 
     def _is(self, rank: int, state: str) -> None:
-        for each in STATES:
-            self._record(RANK_STATE, float(each == state), {"rank": str(rank), "state": each})
+        for other in STATES:
+            self._record(RANK_STATE, float(other == state), {"rank": str(rank), "state": other})
 
     def _record(self, metric: Metric, value: float, tags: Mapping[str, str] | None = None) -> None:
         under = {"run": self._run, **(tags or {})}

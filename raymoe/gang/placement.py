@@ -18,20 +18,20 @@ from raymoe.config import Job
 from raymoe.config.job import kind_of_ranks
 from raymoe.config.sections import SPANNING, WorldSection
 from raymoe.errors import PlacementError
-from raymoe.gang.capacity import autoscaler_runs, free_and_held
 from raymoe.gang.domains import GPU_DOMAIN, DomainPlan, plan_domains, ranks_on, wide_nvlink_domain
+from raymoe.gang.nodes import autoscaler_runs, free_and_held
 
 
 @dataclass(frozen=True)
 class Location:
     """The place of a started actor. `process` is (pid, start time), since a pid may be reused."""
 
-    seat: int  # which of the reserved shares: with one for each rank it is the bundle
+    seat: int  # the number of its reserved share; on one node it is the number of the bundle
     node: str
     gpu: str | None  # Ray's name of it: a number, or a UUID on a node that was started with UUIDs
     process: tuple[int, int]
     stderr_file: str | None = None
-    boot_id: str = ""  # of the host; processes with the same one share a clock
+    boot_id: str = ""  # that of the host; processes with the same one share a clock
     network: tuple[str, str] = ("", "")  # processes with the same one reach one another by the loopback address
 
 
@@ -46,7 +46,7 @@ def seats_by_rank(locations: Sequence[Location]) -> list[int]:
     [1, 0, 3, 2]
     """
     first: dict[str, int] = {}
-    for location in sorted(locations, key=lambda each: each.seat):
+    for location in sorted(locations, key=lambda location: location.seat):
         first.setdefault(location.node, location.seat)
 
     def sort_key(location: Location) -> tuple[int, int, str, int]:
@@ -66,7 +66,7 @@ def device_for(job: Job) -> str:
 
 
 def bundle_for(world: WorldSection, device: str, sharers: int) -> dict[str, float]:
-    """Return the resources of one rank. With `share_gpu`, so many ranks take one GPU together.
+    """Return the resources of one rank. With `share_gpu`, all ranks on a node take one GPU together.
 
     >>> shared = WorldSection(ranks=4, device="cuda", share_gpu=True)
     >>> bundle_for(WorldSection(ranks=4, cpus=0.5), "cpu", 4), bundle_for(shared, "cuda", 4)
@@ -92,11 +92,11 @@ class Reservation:
     plan: DomainPlan
 
 
-def place(job: Job, run: str, stopped: Callable[[], bool], tell: Callable[[str], None]) -> Reservation | None:
+def place(job: Job, run: str, stopped: Callable[[], bool], notify: Callable[[str], None]) -> Reservation | None:
     """Reserve resources for the ranks of a job; return None if `stopped` became true meanwhile.
 
     A request that no node can hold fails at once, unless an autoscaler runs: it may add a larger node. A request that
-    must wait does so up to `world.placement_timeout_s`. Meanwhile `tell` gets a line about what is free.
+    must wait does so up to `world.placement_timeout_s`. Meanwhile `notify` gets a line about what is free.
     """
     timeout_s, device = job.world.placement_timeout_s, device_for(job)
     bundle = bundle_for(job.world, device, job.world.ranks)
@@ -104,13 +104,13 @@ def place(job: Job, run: str, stopped: Callable[[], bool], tell: Callable[[str],
     spanning = all(case.job.workload in SPANNING for case in job.cases())
     plan = plan_domains(job.world.domain, job.world.ranks, spanning, [most for _, most in nodes])
     bundle = bundle_for(job.world, device, plan.size if plan.on_nodes else plan.ranks)
-    asked = _request(plan, bundle)
+    request = _request(plan, bundle)
     if plan.domains > 1:
-        wider = _of_nvlink(plan, nodes, device) if plan.on_nodes else ""
-        tell(_explain(plan, asked, job.world.domain == "auto") + wider)
+        wider = _nvlink_hint(plan, nodes, device) if plan.on_nodes else ""
+        notify(_explain(plan, request, job.world.domain == "auto") + wider)
     strategy = "STRICT_SPREAD" if plan.on_nodes else "STRICT_PACK"
     group: PlacementGroup = placement_group(plan.bundles(bundle), strategy=strategy, name=f"raymoe/{run}")
-    wait = _Wait(tell, asked, bundle)
+    wait = _Wait(notify, request, bundle)
     deadline = time.monotonic() + timeout_s
     while not group.wait(timeout_seconds=0.1):
         if stopped():
@@ -119,20 +119,20 @@ def place(job: Job, run: str, stopped: Callable[[], bool], tell: Callable[[str],
         if infeasible and not wait.autoscaler_may_come():
             who = "the nodes of this cluster cannot" if plan.on_nodes else "no node of this cluster can"
             gpus = ray.cluster_resources().get("GPU", 0)
-            remedy = _remedy(plan, device, gpus) + _of_nvlink(plan, nodes, device)
-            raise PlacementError(f"{asked}, which {who} hold ({_capacity()}); {remedy}")
+            remedy = _remedy(plan, device, gpus) + _nvlink_hint(plan, nodes, device)
+            raise PlacementError(f"{request}, which {who} hold ({_capacity()}); {remedy}")
         if time.monotonic() > deadline:
             why = "no node that can hold it came" if infeasible else "the cluster had no room for it"
             raise PlacementError(
-                f"{asked}, and {why} within {timeout_s:g} s ({_capacity()}); "
+                f"{request}, and {why} within {timeout_s:g} s ({_capacity()}); "
                 "wait for other jobs to end or raise world.placement_timeout_s"
             )
-        wait.tell_if_due(infeasible)
+        wait.notify_if_due(infeasible)
     return Reservation(group, bundle, device, plan)
 
 
 def _remedy(plan: DomainPlan, device: str, gpus: float) -> str:
-    """Say what a user can do about ranks that no node can hold, in a cluster with so many GPUs.
+    """Say what a user can do about ranks that no node can hold, in a cluster with `gpus` GPUs.
 
     >>> _remedy(DomainPlan(1, 4), "cuda", 0)
     'this cluster has no GPU: use one that has, or a job with world.device: cpu, such as quickstart'
@@ -144,11 +144,11 @@ def _remedy(plan: DomainPlan, device: str, gpus: float) -> str:
     return f"lower world.ranks or world.cpus, or use {'more or larger nodes' if plan.on_nodes else 'a larger node'}"
 
 
-def _of_nvlink(plan: DomainPlan, nodes: Sequence[tuple[Mapping[str, str], int]], device: str) -> str:
+def _nvlink_hint(plan: DomainPlan, nodes: Sequence[tuple[Mapping[str, str], int]], device: str) -> str:
     """Say that an NVLink domain wider than a node does not help.
 
     >>> nodes = [({GPU_DOMAIN: "rack-1"}, 4)] * 2
-    >>> [_of_nvlink(DomainPlan(1, 8), nodes, device)[:38] for device in ("cuda", "cpu")]
+    >>> [_nvlink_hint(DomainPlan(1, 8), nodes, device)[:38] for device in ("cuda", "cpu")]
     ["; the nodes of NVLink domain 'rack-1' ", '']
     """
     name = wide_nvlink_domain(plan.ranks, nodes) if device == "cuda" else None
@@ -167,8 +167,8 @@ MONITOR_STARTS_S = 10.0
 class _Wait:
     """Says at most every 10 s why the ranks are not placed yet: after 2 s, when that changes, and each minute."""
 
-    tell: Callable[[str], None]
-    asked: str
+    notify: Callable[[str], None]
+    request: str
     bundle: dict[str, float]
     last: str = ""
     began: float = field(default_factory=time.monotonic)
@@ -178,30 +178,30 @@ class _Wait:
     autoscaler: bool | None = None
 
     def autoscaler_may_come(self) -> bool:
-        """Whether an autoscaler runs, or may have started too late to have told so."""
+        """Whether an autoscaler runs, or may have started too late for an answer."""
         now = time.monotonic()
         if now >= self.next_question and self.autoscaler is None:
             self.autoscaler, self.next_question = autoscaler_runs(), now + 1.0
         return self.autoscaler if self.autoscaler is not None else now < self.began + MONITOR_STARTS_S
 
-    def tell_if_due(self, infeasible: bool) -> None:
+    def notify_if_due(self, infeasible: bool) -> None:
         now = time.monotonic()
         if now < self.next_look:
             return
         self.next_look = now + 10.0
         why = "no node can hold it, waiting for the autoscaler" if infeasible else "waiting for room"
-        text = f"{self.asked}, {why}; {free_and_held(tuple(self.bundle))}"
+        text = f"{self.request}, {why}; {free_and_held(tuple(self.bundle))}"
         if text != self.last or now >= self.repeat_at:
             self.last, self.repeat_at = text, now + 60.0
-            self.tell(text)
+            self.notify(text)
 
 
 def _request(plan: DomainPlan, bundle: dict[str, float]) -> str:
-    each = ", ".join(f"{amount:g} {name}" for name, amount in sorted(bundle.items()))
-    return f"asked for {plan.ranks} ranks with {each} each {plan}"
+    amounts = ", ".join(f"{amount:g} {name}" for name, amount in sorted(bundle.items()))
+    return f"asked for {plan.ranks} ranks with {amounts} each {plan}"
 
 
-def _explain(plan: DomainPlan, asked: str, by_itself: bool) -> str:
+def _explain(plan: DomainPlan, request: str, by_itself: bool) -> str:
     """Say why the ranks form several domains, or that those on one node are pretended.
 
     >>> _explain(DomainPlan(2, 4), "asked for 8 ranks with 1 CPU each in 2 domains of 4 on one node", False)
@@ -210,10 +210,10 @@ def _explain(plan: DomainPlan, asked: str, by_itself: bool) -> str:
     """
     if plan.pretended:
         return (
-            f"{asked}: this cluster lacks {plan.domains} nodes that can hold {plan.size} ranks each, so the domains "
+            f"{request}: this cluster lacks {plan.domains} nodes that can hold {plan.size} ranks each, so the domains "
             "are pretended; times say nothing about a network"
         )
-    return f"{asked}: {'no node can hold all of them' if by_itself else 'rows between domains cross the network'}"
+    return f"{request}: {'no node can hold all of them' if by_itself else 'rows between domains cross the network'}"
 
 
 def _capacity() -> str:

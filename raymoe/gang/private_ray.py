@@ -54,9 +54,10 @@ def private_ray(environment: MutableMapping[str, str]) -> Iterator[Path]:
 
 def _make_directory(environment: MutableMapping[str, str]) -> Path:
     """Make the directory below RAY_TMPDIR, TMPDIR or /tmp, the first of them that is short and that is safe."""
-    given = [environment[name] for name in (DIRECTORY, "TMPDIR") if environment.get(name)]
+    candidates = [environment[name] for name in (DIRECTORY, "TMPDIR") if environment.get(name)]
     base = next(
-        (each for each in given if len(os.fsencode(each)) <= _LONGEST_BASE and _is_safe(Path(each))), _LAST_BASE
+        (folder for folder in candidates if len(os.fsencode(folder)) <= _LONGEST_BASE and _is_safe(Path(folder))),
+        _LAST_BASE,
     )
     try:
         return Path(tempfile.mkdtemp(prefix="raymoe-", dir=base))  # its mode is 0700
@@ -79,8 +80,10 @@ def _is_safe(folder: Path) -> bool:
 
 
 def _token(environment: MutableMapping[str, str]) -> dict[str, str]:
-    """Give the variables of the token: none where the user has chosen one, where Ray asks for none, or where Ray's own
-    file is there for this user only. Else a token for this run alone."""
+    """Return the variables of a token for this run alone, if it needs one.
+
+    It needs none where the user has chosen one, where Ray asks for none, or where only this user reads Ray's own file.
+    """
     if TOKEN in environment or TOKEN_PATH in environment or environment.get(MODE, "token").lower() != "token":
         return {}
     return {} if _own_token_file() else {TOKEN: secrets.token_hex(32)}
@@ -109,5 +112,5 @@ def _own_token_file() -> bool:
 
 def _is_private(path: Path) -> bool:
     file, folder = path.lstat(), path.parent.stat()
-    mine = file.st_uid == folder.st_uid == os.geteuid() and stat.S_ISREG(file.st_mode) and file.st_size > 0
-    return mine and not stat.S_IMODE(file.st_mode) & 0o077 and not stat.S_IMODE(folder.st_mode) & 0o022
+    owned = file.st_uid == folder.st_uid == os.geteuid() and stat.S_ISREG(file.st_mode) and file.st_size > 0
+    return owned and not stat.S_IMODE(file.st_mode) & 0o077 and not stat.S_IMODE(folder.st_mode) & 0o022

@@ -64,9 +64,9 @@ def cause_in(text: str) -> str | None:
     True
     """
     for pattern in CAUSE_PATTERNS:
-        found = re.search(pattern, text)
-        if found:
-            cause = found["cause"].strip()
+        match = re.search(pattern, text)
+        if match:
+            cause = match["cause"].strip()
             return cause if len(cause) <= MAX_CAUSE_CHARS else f"{cause[: MAX_CAUSE_CHARS - 3]}..."
     return None
 
@@ -138,7 +138,7 @@ def end_with_parent() -> None:
 
 
 class SilenceWatch:
-    """Calls `end` once when `heard` was called and then not again for so many seconds.
+    """Calls `end` once, when `heard` has not been called for `seconds` since its last call.
 
     Ray ends the actors of a driver that has ended, but on other nodes only with the help of the GCS. Where the GCS is
     stopped, ranks there would keep their GPUs. Time counts in ticks of this thread: while this process is stopped, or
@@ -184,7 +184,7 @@ def _state(process: Process) -> str:
 
 def children_named(names: Collection[str]) -> dict[str, Process]:
     """Return the children of this process with these names, as /proc shows names."""
-    found: dict[str, Process] = {}
+    children: dict[str, Process] = {}
     for entry in Path("/proc").glob("[0-9]*"):
         try:
             name, _, rest = (entry / "stat").read_text().partition("(")[2].rpartition(")")
@@ -192,8 +192,8 @@ def children_named(names: Collection[str]) -> dict[str, Process]:
             continue
         fields = rest.split()
         if name in names and int(fields[1]) == os.getpid():
-            found[name] = int(entry.name), int(fields[19])
-    return found
+            children[name] = int(entry.name), int(fields[19])
+    return children
 
 
 def start_time(pid: int) -> int:

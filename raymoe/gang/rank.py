@@ -45,8 +45,8 @@ class DomainSettings:
 
     size: int  # ranks in each domain
     key: str  # ranks with one key map one another's memory: the id of the node, or the number of a pretended domain
-    networks: tuple[tuple[str, str], ...]  # all those of the gang's ranks
-    node_address: str  # at which other nodes reach this rank's node
+    networks: tuple[tuple[str, str], ...]  # the networks of all ranks of the gang
+    node_address: str  # other nodes reach this rank's node there
 
 
 @dataclass(frozen=True)
@@ -61,7 +61,7 @@ class RankSettings:
     device: str
     share_gpu: bool
     nbytes: int  # memory that each rank needs: of its GPU, or of the host for CPU ranks
-    ranks_to_hold: int = 0  # CPU ranks on this node, on one rank of them, which checks the memory for all
+    ranks_to_hold: int = 0  # CPU ranks whose memory this rank checks: on one rank of a node all of them, else 0
     span: DomainSettings | None = None
 
 
@@ -74,8 +74,8 @@ class Status:
     done: int
     total: int
     finished: tuple[tuple[str, tuple[Line, ...]], ...]  # cases after the first `cursor`
-    reports: tuple[Progress | Span, ...]  # those after the first `taken`
-    reported: int  # how many there were up to now
+    reports: tuple[Progress | Span, ...]  # reports after the first `taken`
+    reported: int  # how many reports the rank has made so far
     now: float  # by the rank's CLOCK_MONOTONIC
 
 
@@ -88,7 +88,7 @@ class _Progress:
     finished: list[tuple[str, tuple[Line, ...]]] = field(default_factory=list)
 
 
-MOST_REPORTS = 10_000  # of a driver that does not poll; a rank that works makes about five a second
+MOST_REPORTS = 10_000  # that wait for a driver that does not poll; a rank makes about five a second
 
 
 class Reports:
@@ -121,7 +121,7 @@ class Reports:
             return tuple(self._waiting), self._added
 
 
-SILENT_S = 35.0  # between two polls; the main process ends a driver that hangs for 30 s
+SILENT_S = 35.0  # without a poll, until a rank ends; the main process ends a driver that hangs for 30 s
 LOG_S = 5.0  # between two lines of progress in a rank's log
 
 
@@ -133,7 +133,7 @@ class RankLog:
         self._progress_at = time.monotonic()
 
     def line(self, text: str) -> None:
-        printable = "".join(each if each.isprintable() else "?" for each in " ".join(text.split()))
+        printable = "".join(letter if letter.isprintable() else "?" for letter in " ".join(text.split()))
         with suppress(OSError):  # a full disk: the run goes on without this line
             print(f"{time.strftime('%H:%M:%S')} {self.who}: {printable}", flush=True)
         self._progress_at = time.monotonic()
@@ -175,7 +175,7 @@ class Rank:
         return Location(seat, node, gpu, process, stderr_file(), boot_id(), network())
 
     def open(self, settings: RankSettings) -> dict[str, Any] | Failure:
-        """Import torch and make this rank's memory; return its descriptor, which tells peers how to reach it."""
+        """Import torch and make this rank's memory; return its descriptor, by which peers reach it."""
         return self._safely(lambda: self._open(settings))
 
     def wire(self, descriptors: Sequence[Mapping[str, Any]]) -> Failure | None:

@@ -34,10 +34,10 @@ def spans_of(progress: Progress, generation: int) -> list[Span]:
 
 
 class RunWatch:
-    """Everything that the driver tells about a run besides its results."""
+    """Everything that the driver reports about a run besides its results."""
 
-    def __init__(self, run: str, ranks: int, cases: int, tell: Callable[[Message], None], profile: bool) -> None:
-        self._run, self._ranks, self._cases, self._tell, self._profile = run, ranks, cases, tell, profile
+    def __init__(self, run: str, ranks: int, cases: int, send: Callable[[Message], None], profile: bool) -> None:
+        self._run, self._ranks, self._cases, self._send, self._profile = run, ranks, cases, send, profile
         self._metrics: RunMetrics | None = None
         self._boot_id = boot_id()
         self._shifts: dict[str, ClockShift] = {}
@@ -97,7 +97,7 @@ class RunWatch:
         for process, spans in self._waiting.items():
             host = self._hosts.get(process, self._boot_id)
             shift = self._shifts.get(host, ClockShift(0.0, 0.0))
-            self._tell(Profiled(process, host, tuple(spans), shift))
+            self._send(Profiled(process, host, tuple(spans), shift))
         self._waiting.clear()
 
     def _driver_span(self, name: str, generation: int) -> None:

@@ -40,7 +40,7 @@ class JoinEntry:
     problem: str | None
     seen_at: float = 0.0  # its last `look`, by the meeting's clock
     seen_by: set[int] = field(default_factory=set)  # ranks that have seen the problem
-    told: dict[int, str] = field(default_factory=dict)  # why other ranks left when all had come
+    departures: dict[int, str] = field(default_factory=dict)  # why other ranks left after all had come
 
     def is_present(self, now: float) -> bool:
         return self.problem is None and now - self.seen_at < SILENCE_S
@@ -106,18 +106,18 @@ class MeetingPoint:
             del self.entries[rank]
             if self.seen_complete:
                 for other in self.entries.values():
-                    other.told[rank] = why
+                    other.departures[rank] = why
             self.seen_complete = False
         if not self.entries:
             self.ends_at = time.monotonic() + GRACE_S
 
     def look(self, rank: int, token: str) -> Attendance:
-        """Return the ranks that are present. The call also tells the meeting that this rank is alive."""
+        """Return the ranks that are present. The call also shows the meeting that this rank is alive."""
         now = time.monotonic()
-        told: dict[int, str] = {}
+        reasons: dict[int, str] = {}
         if rank in self.entries and self.entries[rank].token == token:
             self.entries[rank].seen_at = now
-            told = self.entries[rank].told
+            reasons = self.entries[rank].departures
         present = {peer: entry.descriptor for peer, entry in self.entries.items() if entry.is_present(now)}
         descriptors = {peer: descriptor for peer, descriptor in present.items() if descriptor is not None}
         self.seen_complete = self.seen_complete or len(descriptors) == self.size
@@ -126,7 +126,7 @@ class MeetingPoint:
             self.entries[peer].seen_by.add(rank)
             if len(self.entries[peer].seen_by) == self.size - 1:  # all others know; their next attempt may succeed
                 del self.entries[peer]
-        return Attendance(descriptors, told | problems, frozenset(self.came))
+        return Attendance(descriptors, reasons | problems, frozenset(self.came))
 
 
 class MeetingActor(MeetingPoint):
@@ -152,7 +152,7 @@ class JoinOptions(TypedDict, total=False):
 
 
 @dataclass(frozen=True)
-class _Asked:
+class _Options:
     """The options with their defaults."""
 
     device: str | torch.device = "auto"
@@ -182,10 +182,10 @@ def join(name: str, rank: int, size: int, timeout_s: float = 60.0, **options: Un
 
     `examples/ray_actors.py` is a whole program.
     """
-    asked = _Asked(**options)
+    chosen = _Options(**options)
     from raymoe.memory.member import Member
 
-    member = Member(rank, size, name=name, timeout_s=timeout_s, share_gpu=asked.share_gpu)
+    member = Member(rank, size, name=name, timeout_s=timeout_s, share_gpu=chosen.share_gpu)
     nbytes = len(name.encode(errors="replace"))
     if nbytes > MAX_NAME_BYTES:
         raise ConfigError(f"name has {nbytes} bytes; the name of a world to join has at most {MAX_NAME_BYTES}")
@@ -195,13 +195,13 @@ def join(name: str, rank: int, size: int, timeout_s: float = 60.0, **options: Un
         raise ConfigError(
             f"asked to join {name!r} outside Ray; call it inside a Ray actor or task, or ray.init() first"
         )
-    if asked.domain is None or asked.domain == size:
-        return _JoiningRank(member).join(str(asked.device))
+    if chosen.domain is None or chosen.domain == size:
+        return _JoiningRank(member).join(str(chosen.device))
     from raymoe.memory.world import SpanningWorld
 
     meetings = _Meetings(member)
     try:
-        world = SpanningWorld.of_ranks(meetings, asked.domain, str(asked.device), timeout_s, asked.share_gpu)
+        world = SpanningWorld.of_ranks(meetings, chosen.domain, str(chosen.device), timeout_s, chosen.share_gpu)
     except BaseException as error:
         meetings.leave(error)
         raise
@@ -217,8 +217,8 @@ class _Meetings:
         self.known_address: str | None = ray.util.get_node_ip_address()
         self._held: list[tuple[_JoiningRank, Any]] = []
 
-    def device(self, asked: str) -> str:
-        return _device(asked)
+    def device(self, device: str) -> str:
+        return _device(device)
 
     def gather(
         self,
@@ -228,8 +228,8 @@ class _Meetings:
     ) -> tuple[str, list[dict[str, Any]]]:
         """Gather what all ranks give. Where one has a problem, all ranks raise."""
         guest = _JoiningRank(self._member, f"join-{len(self._held)}" if self._held else "join")
-        mine = None if descriptor is None or problem is not None else descriptor | {"pid": os.getpid()}
-        meeting = guest.enter(mine, problem)
+        own = None if descriptor is None or problem is not None else descriptor | {"pid": os.getpid()}
+        meeting = guest.enter(own, problem)
         self._held.append((guest, meeting))
         if problem is not None:
             raise problem
@@ -251,7 +251,7 @@ class _JoiningRank:
     def __init__(self, member: Member, folder: str = "join") -> None:
         self.member = member
         self._meeting_name = f"raymoe/{folder}/{member.name}"
-        self.asked = f"asked to join {member.name!r} as rank {member.rank} of {member.size}"
+        self.request = f"asked to join {member.name!r} as rank {member.rank} of {member.size}"
         self.token = uuid.uuid4().hex
         self.deadline = time.monotonic() + member.timeout_s
 
@@ -305,13 +305,13 @@ class _JoiningRank:
                 if self._remaining_s() <= 0:
                     if meeting is not None and problem is None:  # the descriptor may still arrive: take it back
                         meeting.leave.remote(me.rank, self.token, _first_line(error))
-                    found = f"no meeting actor answered within {me.timeout_s:g} s: {type(error).__name__}"
-                    raise problem or WiringError(f"{self.asked}, and {found}") from error
+                    trouble = f"no meeting actor answered within {me.timeout_s:g} s: {type(error).__name__}"
+                    raise problem or WiringError(f"{self.request}, and {trouble}") from error
             else:
                 if refusal is None or problem is not None:
                     return meeting
                 if refusal.for_good or self._remaining_s() <= 0:
-                    raise WiringError(f"{self.asked}, refused: {refusal.why}; use another name or rank")
+                    raise WiringError(f"{self.request}, refused: {refusal.why}; use another name or rank")
             time.sleep(LOOK_S)
 
     def _wire(self, world: World, meeting: Any) -> None:
@@ -326,21 +326,21 @@ class _JoiningRank:
         me = self.member
         try:
             while True:
-                found: Attendance = self._ask(self._look(meeting))
-                if len(found.descriptors) == me.size:
-                    return [found.descriptors[peer] for peer in range(me.size)]
-                for peer, problem in sorted(found.problems.items()):
-                    raise WiringError(f"{self.asked}, and rank {peer} could not take part: {problem}")
+                attendance: Attendance = self._ask(self._look(meeting))
+                if len(attendance.descriptors) == me.size:
+                    return [attendance.descriptors[peer] for peer in range(me.size)]
+                for peer, problem in sorted(attendance.problems.items()):
+                    raise WiringError(f"{self.request}, and rank {peer} could not take part: {problem}")
                 if self._remaining_s() <= 0:
-                    absent = [peer for peer in range(me.size) if peer not in found.descriptors]
+                    absent = [peer for peer in range(me.size) if peer not in attendance.descriptors]
                     # A rank that came and gave up is not the cause if others never came.
-                    missing = ", ".join(str(peer) for peer in absent if peer not in found.came)
+                    missing = ", ".join(str(peer) for peer in absent if peer not in attendance.came)
                     missing = missing or ", ".join(map(str, absent))
-                    raise WiringError(f"{self.asked}, and rank {missing} did not join within {me.timeout_s:g} s")
+                    raise WiringError(f"{self.request}, and rank {missing} did not join within {me.timeout_s:g} s")
                 time.sleep(LOOK_S)
         except (RayActorError, GetTimeoutError) as error:
             reason = f"the meeting actor does not answer any more ({type(error).__name__})"
-            raise WiringError(f"{self.asked}, and {reason}; join again") from error
+            raise WiringError(f"{self.request}, and {reason}; join again") from error
 
     def _look(self, meeting: Any) -> Any:
         # Without task events: 50 looks a second of each rank would fill the task table of Ray's dashboard.
@@ -357,16 +357,12 @@ def _first_line(error: BaseException) -> str:
     return next(iter(str(error).splitlines()), "") or type(error).__name__
 
 
-def _device(asked: str) -> str:
+def _device(device: str) -> str:
     """Choose the device of this actor or task."""
     from raymoe.memory.auto_device import VisibleGpus, device_in_ray
 
-    return device_in_ray(asked, _assigned_gpus(), os.environ.get("CUDA_VISIBLE_DEVICES"), VisibleGpus.now())
-
-
-def _assigned_gpus() -> list[str]:
-    """Return the GPUs that Ray assigned to this actor or task; a driver has none."""
-    return [str(gpu) for gpu in ray.get_runtime_context().get_accelerator_ids().get("GPU", [])]
+    assigned = [str(gpu) for gpu in ray.get_runtime_context().get_accelerator_ids().get("GPU", [])]  # none to a driver
+    return device_in_ray(device, assigned, os.environ.get("CUDA_VISIBLE_DEVICES"), VisibleGpus.now())
 
 
 # `Any`: Ray's annotations cover neither the options of an actor nor its methods.

@@ -26,7 +26,6 @@ from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, field
 from datetime import timedelta
-from functools import partial
 from pathlib import Path
 from queue import SimpleQueue
 from typing import Any
@@ -53,7 +52,7 @@ _c10d: Any = distributed  # torch's stubs lack its stores
 
 @dataclass(frozen=True)
 class StoreAddress:
-    """Where rank 0 serves the store, and the secret of its records."""
+    """The address at which rank 0 serves the store, and the secret of its records."""
 
     host: str
     port: int
@@ -99,9 +98,9 @@ def connect(address: StoreAddress, timeout_s: float) -> Any:
 class BoundedStore:
     """A store whose calls end: a call of torch's store does not return while the process of rank 0 is stopped.
 
-    A thread of its own makes the calls, in order, also the one that opens the store. After one that failed, every call
-    raises. One that takes too long goes on after its caller has given up, and later calls wait for it: the link may be
-    slow.
+    A thread of its own makes the calls in order, from the one that opens the store. After a call that failed, every
+    later one raises. A call that takes too long goes on after its caller has given up, because the link may be slow.
+    Later calls wait for it.
     """
 
     def __init__(self, address: StoreAddress, open_store: Callable[[], Any], waiter: Waiter) -> None:
@@ -127,7 +126,8 @@ class BoundedStore:
 
     def ask(self, method: str, *arguments: object, timeout_s: float) -> Any:
         """Call a method of the store. Raises RuntimeError if its server is gone or does not answer in time."""
-        return self._result_of(partial(_call_method, self.raw, method, arguments), timeout_s)
+        store = self.raw
+        return self._result_of(lambda: getattr(store, method)(*arguments), timeout_s)
 
     def _result_of(self, act: Callable[[], Any], timeout_s: float) -> Any:
         if self._broken:
@@ -151,10 +151,6 @@ class _Call:
     done: threading.Event = field(default_factory=threading.Event)
     result: Any = None
     error: Exception | None = None
-
-
-def _call_method(store: Any, method: str, arguments: tuple[object, ...]) -> Any:
-    return getattr(store, method)(*arguments)
 
 
 def _answer(calls: SimpleQueue[_Call | None]) -> None:
@@ -190,8 +186,8 @@ def _hang_up(address: StoreAddress) -> None:
         if libc.getpeername(int(path.name), peer, ctypes.byref(size)) != 0:
             continue
         family, its_port, ipv4, ipv6 = _IPV6.unpack(peer.raw)
-        found = {socket.AF_INET: ipv4, socket.AF_INET6: ipv6}.get(family)  # torch's socket may have either family
-        if (its_port, found) == (port, host):
+        peer_host = {socket.AF_INET: ipv4, socket.AF_INET6: ipv6}.get(family)  # torch's socket may have either family
+        if (its_port, peer_host) == (port, host):
             libc.shutdown(int(path.name), socket.SHUT_RDWR)
 
 
@@ -229,15 +225,15 @@ class StoreBoard:
             message = f"{len(message)} bytes posted in {what}; a message holds at most {MAX_MESSAGE}".encode()
         record = pickle.dumps((what, too_long, message))
         end = start + limit
-        mine = self._key(self._rank)
-        self._ask(what, end, "set", mine, self._store.address.seal(mine, record))
+        own_key = self._key(self._rank)
+        self._ask(what, end, "set", own_key, self._store.address.seal(own_key, record))
         records: dict[int, Any] = self._inside(what, record, limit)
         keys = [self._key(rank) for rank in self._elsewhere]
         if not self._ask(what, end, "check", keys):
             for rank, key in zip(self._elsewhere, keys, strict=True):
                 self._wait(what, rank, key, start, end)
-        found = self._ask(what, end, "multi_get", keys)
-        records |= {rank: self._opened(rank, each) for rank, each in zip(self._elsewhere, found, strict=True)}
+        sealed = self._ask(what, end, "multi_get", keys)
+        records |= {rank: self._opened(rank, record) for rank, record in zip(self._elsewhere, sealed, strict=True)}
         self._ask(what, end, "delete_key", self._key(self._rank, self._epoch - 1))
         return [self._read(what, rank, records[rank]) for rank in range(self._size)]
 
@@ -262,7 +258,9 @@ class StoreBoard:
         """Swap records in this rank's domain."""
         with named_by_world(self._waiter, self._first, what):
             theirs = self._domain.swap(record, "a round between domains", limit)
-        return {self._first + place: pickle.loads(each) for place, each in enumerate(theirs) if type(each) is bytes}
+        return {
+            self._first + place: pickle.loads(message) for place, message in enumerate(theirs) if type(message) is bytes
+        }
 
     def _wait(self, what: str, rank: int, key: str, start: float, end: float) -> None:
         left = max(0.0, end - time.monotonic())

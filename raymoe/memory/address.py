@@ -17,7 +17,7 @@ from raymoe.errors import WiringError
 
 LOOPBACK = "127.0.0.1"
 _GET_INTERFACE_ADDRESS = 0x8915  # SIOCGIFADDR
-_FAR_ADDRESS = ("192.0.2.1", 9)  # of documentation: the kernel chooses a route to it, and nothing is sent
+_FAR_ADDRESS = ("192.0.2.1", 9)  # an address for documentation: the kernel chooses a route to it, and nothing is sent
 
 
 def boot_id() -> str:
@@ -44,15 +44,15 @@ def address_for(everywhere: Collection[object], known: str | None = None) -> str
 def outside_address() -> str:
     """Return the IPv4 address at which other machines reach this one.
 
-    It is that of the interface in GLOO_SOCKET_IFNAME, by default that of the default route, else of the host name.
+    It belongs to the interface in GLOO_SOCKET_IFNAME, else to the default route, else to the host name.
     """
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         if interface := os.environ.get("GLOO_SOCKET_IFNAME", "").partition(",")[0]:
             try:
-                found = fcntl.ioctl(probe, _GET_INTERFACE_ADDRESS, struct.pack("256s", interface.encode()[:15]))
+                answer = fcntl.ioctl(probe, _GET_INTERFACE_ADDRESS, struct.pack("256s", interface.encode()[:15]))
             except OSError as error:
                 raise WiringError(f"GLOO_SOCKET_IFNAME is {interface}, which has no IPv4 address: {error}") from error
-            return socket.inet_ntoa(found[20:24])
+            return socket.inet_ntoa(answer[20:24])
         with suppress(OSError):  # no default route
             probe.connect(_FAR_ADDRESS)
             return str(probe.getsockname()[0])

@@ -29,7 +29,7 @@ class VisibleGpus:
         return cls(cuda.device_count(), cuda.current_device() if cuda.is_initialized() else None)
 
 
-def device_in_ray(asked: str, assigned: Sequence[str], variable: str | None, gpus: VisibleGpus) -> str:
+def device_in_ray(device: str, assigned: Sequence[str], variable: str | None, gpus: VisibleGpus) -> str:
     """Choose the device of a Ray actor or task: the GPU that Ray assigned, else torch's current one, else the CPU.
 
     `assigned` holds Ray's ids of GPUs: numbers or UUIDs, of the node. `variable` is CUDA_VISIBLE_DEVICES, or None.
@@ -50,14 +50,14 @@ def device_in_ray(asked: str, assigned: Sequence[str], variable: str | None, gpu
     >>> device_in_ray("cuda:5", ["3"], "3", VisibleGpus(1, None))
     'cuda:5'
     """
-    if asked not in ("auto", "cuda"):
-        return asked
+    if device not in ("auto", "cuda"):
+        return device
     if not assigned:
-        return _current(asked, gpus)
+        return _current(device, gpus)
     ids = ", ".join(sorted(assigned))
     if gpus.count == 0:
         raise ConfigError(
-            f"device {asked!r} was asked for and Ray assigned GPU {ids}; torch {gpus.version} sees no GPU: install a "
+            f"device {device!r} was asked for and Ray assigned GPU {ids}; torch {gpus.version} sees no GPU: install a "
             "torch with CUDA that fits the driver, or ask for device 'cpu'"
         )
     ordinals = sorted(_ordinal(gpu, variable, gpus.count) for gpu in assigned)
@@ -65,7 +65,7 @@ def device_in_ray(asked: str, assigned: Sequence[str], variable: str | None, gpu
     return f"cuda:{gpus.current if gpus.current in ordinals else ordinals[0]}"
 
 
-def device_of_group(asked: str, bound: int | None, has_cuda: bool, gpus: VisibleGpus) -> str:
+def device_of_group(device: str, bound: int | None, has_cuda: bool, gpus: VisibleGpus) -> str:
     """Choose the device of a rank of a process group: the bound one, else torch's current one if GPUs have a backend.
 
     `has_cuda`: whether GPUs have a backend of their own in the group, for example NCCL. Without one, `auto` is the CPU.
@@ -75,16 +75,16 @@ def device_of_group(asked: str, bound: int | None, has_cuda: bool, gpus: Visible
     >>> device_of_group("auto", None, False, VisibleGpus(8, 2)), device_of_group("cuda", None, False, VisibleGpus(8, 2))
     ('cpu', 'cuda:2')
     """
-    if asked not in ("auto", "cuda"):
-        return asked
+    if device not in ("auto", "cuda"):
+        return device
     if bound is not None:
         return f"cuda:{bound}"
-    return _current("cuda", gpus) if has_cuda or asked == "cuda" else "cpu"
+    return _current("cuda", gpus) if has_cuda or device == "cuda" else "cpu"
 
 
-def _current(asked: str, gpus: VisibleGpus) -> str:
+def _current(device: str, gpus: VisibleGpus) -> str:
     """Return torch's current device. Where CUDA is not initialised, `auto` is the CPU and `cuda` the first GPU."""
-    if gpus.current is None and asked == "auto":
+    if gpus.current is None and device == "auto":
         return "cpu"
     return f"cuda:{gpus.current or 0}"
 
@@ -92,16 +92,16 @@ def _current(asked: str, gpus: VisibleGpus) -> str:
 def _ordinal(gpu: str, variable: str | None, count: int) -> int:
     """Return the number in this process of the GPU with Ray's id `gpu`. The process sees `count` GPUs."""
     if variable is None:
-        found = int(gpu) if gpu.isdecimal() else None
+        ordinal = int(gpu) if gpu.isdecimal() else None
     else:
         entries = [entry.strip() for entry in variable.split(",")]
         # CUDA accepts the first letters of a UUID.
         matches = [entry == gpu or (entry[:4] == "GPU-" and gpu.startswith(entry)) for entry in entries]
-        found = matches.index(True) if True in matches else None
-    if found is None or found >= count:
+        ordinal = matches.index(True) if True in matches else None
+    if ordinal is None or ordinal >= count:
         value = "is not set" if variable is None else f"is {variable!r}"
         raise ConfigError(
             f"Ray assigned GPU {gpu}; CUDA_VISIBLE_DEVICES {value} and torch sees {count} GPUs, so that GPU has no "
             "number in this process: name the device, for example 'cuda:0'"
         )
-    return found
+    return ordinal

@@ -218,9 +218,9 @@ class GpuMemory:
         return ctypes.string_at(handle.getPtr(), HANDLE_BYTES)  # the binding gives no access to the bytes
 
     def map(self, handle: bytes) -> int:
-        given = bindings().CUipcMemHandle()
-        ctypes.memmove(given.getPtr(), handle, HANDLE_BYTES)
-        return int(self._call("cuIpcOpenMemHandle", given, _LAZY_PEER_ACCESS))
+        ipc_handle = bindings().CUipcMemHandle()
+        ctypes.memmove(ipc_handle.getPtr(), handle, HANDLE_BYTES)
+        return int(self._call("cuIpcOpenMemHandle", ipc_handle, _LAZY_PEER_ACCESS))
 
     def unmap(self, address: int) -> None:
         self._call("cuIpcCloseMemHandle", address)

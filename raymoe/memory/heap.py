@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 
 class Heap:
-    """The same regions on every rank, in host memory. Tensors and words stay valid after `close`."""
+    """Regions in host memory, the same on every rank. Tensors and words stay valid after `close`."""
 
     def __init__(self, layout: Layout, rank: int, segments: list[HostSegment]) -> None:
         self.layout = layout
@@ -126,7 +126,7 @@ class DeviceBytes:
 
 
 class DeviceHeap:
-    """The same regions on every rank, in device memory.
+    """Regions in device memory, the same on every rank.
 
     Tensors over own memory stay valid after `close`; tensors over a peer's memory and all addresses do not.
     """
@@ -159,11 +159,11 @@ class DeviceHeap:
         return self._segment(peer).address
 
     def word(self, name: str, index: int, peer: int | None = None) -> int:
-        """Read a 64-bit word from the host; waits for the device. For checks, never in a step."""
+        """Read a 64-bit word from the host; waits for the device. Only for checks, never in a step."""
         return self._context.device.read(self._word_address(name, index, peer))
 
     def set_word(self, name: str, index: int, value: int, peer: int | None = None) -> None:
-        """Write a 64-bit word from the host and wait until it is there. For checks, never in a step."""
+        """Write a 64-bit word from the host and wait until it is there. Only for checks, never in a step."""
         self._context.device.write(self._word_address(name, index, peer), value)
         self._context.device.synchronise()
 
@@ -188,7 +188,7 @@ class DeviceHeap:
         self.free_if_unmapped()
 
     def unmap_peers(self) -> None:
-        """Wait for the device, close the mappings of all peers' memory and tell the peers."""
+        """Wait for the device, close the mappings of all peers' memory, and announce it to the peers."""
         if self._segments is None:
             return
         segments, self._segments = self._segments, None

@@ -69,11 +69,11 @@ class Heaps:
 Release = Callable[[], object]
 
 
-class Unclosed:
+class DroppedObjects:
     """The dropped objects of one rank.
 
     >>> class Owner: ...
-    >>> unclosed, owner = Unclosed(), Owner()
+    >>> unclosed, owner = DroppedObjects(), Owner()
     >>> end_watch = unclosed.watch(owner, "an owner", lambda: print("released"), at_once=False)
     >>> with warnings.catch_warnings(record=True) as caught:
     ...     warnings.simplefilter("always")

@@ -6,7 +6,7 @@ such a segment: a sealed `memfd` of this user with mode 0600 and a label of raym
 
 Three invariants govern the lifetime of a segment:
 
-- **Nothing is left behind.** The kernel frees the memory when the last mapping is gone, at the latest with the last
+- **Nothing is left.** The kernel frees the memory when the last mapping is gone, at the latest with the last
   process that mapped it.
 - **Tensors stay valid.** A tensor or a view over a segment keeps the mapping, after `close` too. The size is sealed, so
   a mapped page cannot vanish under its reader.
@@ -132,7 +132,7 @@ def memory_label(name: str) -> str:
     >>> len(memory_label("é" * 300)), memory_label("a" * 300) == memory_label("a" * 301)
     (106, False)
     """
-    plain = "".join("_" if each in "\0/" else each for each in name)
+    plain = "".join("_" if letter in "\0/" else letter for letter in name)
     encoded = plain.encode(errors="replace")
     if len(encoded) > _LABEL_BYTES:
         start = encoded[: _LABEL_BYTES - 13].decode(errors="ignore")
@@ -160,11 +160,11 @@ def map_peer(descriptor: dict[str, object]) -> HostSegment:
     try:
         _check_link(f"/proc/self/fd/{fd}")
         _check_segment(path, fd)
-        found = os.fstat(fd)
-        if found.st_ino != descriptor["inode"]:
-            raise WiringError(f"{path} is inode {found.st_ino} now, not {descriptor['inode']} as exported")
-        if found.st_size != nbytes:
-            raise WiringError(f"{path} holds {found.st_size} bytes; its descriptor says {nbytes}")
+        status = os.fstat(fd)
+        if status.st_ino != descriptor["inode"]:
+            raise WiringError(f"{path} is inode {status.st_ino} now, not {descriptor['inode']} as exported")
+        if status.st_size != nbytes:
+            raise WiringError(f"{path} holds {status.st_size} bytes; its descriptor says {nbytes}")
         return HostSegment(_map(fd, nbytes), nbytes)
     except OSError as error:
         raise WiringError(f"{nbytes} bytes of {path} could not be mapped: {error.strerror}") from error
@@ -215,8 +215,8 @@ def check_fields(descriptor: dict[str, object], fields: dict[str, type]) -> None
         if name not in descriptor:
             raise WiringError(f"a descriptor without {name!r}; it has {', '.join(descriptor) or 'nothing'}")
         if type(descriptor[name]) is not kind:
-            found = type(descriptor[name]).__name__
-            raise WiringError(f"a descriptor whose {name!r} is of type {found}; {kind.__name__} is needed")
+            actual = type(descriptor[name]).__name__
+            raise WiringError(f"a descriptor whose {name!r} is of type {actual}; {kind.__name__} is needed")
 
 
 def start_time(pid: int) -> int:
@@ -249,9 +249,9 @@ def _check_same_machine(descriptor: dict[str, object]) -> None:
             "one host"
         )
     if descriptor["pid_ns"] != _pid_namespace():
-        mine, other = _pid_namespace(), descriptor["pid_ns"]
+        own, other = _pid_namespace(), descriptor["pid_ns"]
         raise WiringError(
-            f"a heap of a process in PID namespace {other}; this rank is in {mine} and cannot see its /proc: put all "
+            f"a heap of a process in PID namespace {other}; this rank is in {own} and cannot see its /proc: put all "
             "ranks in one (containers need --pid=host)"
         )
 

@@ -117,8 +117,8 @@ class Member:
         >>> Member(0, 1, device="cuda:3").ordinal, Member(0, 1, device="cuda").ordinal, Member(0, 1).ordinal
         (3, 0, None)
         """
-        found = _DEVICE.fullmatch(self.device)
-        return int((found and found.group(1)) or 0) if self.kind == "cuda" else None
+        match = _DEVICE.fullmatch(self.device)
+        return int((match and match.group(1)) or 0) if self.kind == "cuda" else None
 
     @property
     def kind(self) -> str:
@@ -157,9 +157,9 @@ class Member:
         return replace(self, rank=ranks.index(self.rank), size=len(ranks), name=f"{self.name}-group{serial}")
 
 
-def check_descriptors(descriptors: Sequence[dict[str, object]], mine: dict[str, object]) -> None:
-    """Raise unless `descriptors` come from all ranks of one world, in rank order, with `mine` among them."""
-    rank, size = mine["rank"], mine["size"]
+def check_descriptors(descriptors: Sequence[dict[str, object]], own: dict[str, object]) -> None:
+    """Raise unless `descriptors` come from all ranks of one world, in rank order, with this rank's `own` among them."""
+    rank, size = own["rank"], own["size"]
     if len(descriptors) != size:
         raise WiringError(f"{len(descriptors)} descriptors for a world of {size}; each rank gives one")
     for peer, other in enumerate(descriptors):
@@ -172,12 +172,12 @@ def check_descriptors(descriptors: Sequence[dict[str, object]], mine: dict[str, 
         if other["rank"] != place:
             raise WiringError(f"the descriptor at place {place} is of rank {other['rank']}; they come in rank order")
         for field in _AGREED:
-            if other[field] != mine[field]:
-                here = f"{mine[field]} on rank {rank}"
+            if other[field] != own[field]:
+                here = f"{own[field]} on rank {rank}"
                 raise WiringError(f"{field} is {other[field]} on rank {place} and {here}; all ranks must agree")
-        if place == rank and other != mine:
+        if place == rank and other != own:
             raise WiringError(f"the descriptor at place {rank} is not the one that this rank gave")
-    if mine["device"] == "cuda":
+    if own["device"] == "cuda":
         check_gpus(descriptors)
 
 
@@ -198,7 +198,7 @@ def _check_domain(descriptors: Sequence[dict[str, object]]) -> None:
 
 
 def _check_host(descriptors: Sequence[dict[str, object]]) -> None:
-    """Refuse ranks on several hosts. Boot ids tell hosts apart, because host names may repeat.
+    """Refuse ranks on several hosts. Boot ids distinguish hosts, because host names may repeat.
 
     >>> _check_host([{"host": "a", "boot_id": "1"}, {"host": "b", "boot_id": "2"}, {"host": "a", "boot_id": "1"}])
     ... # doctest: +ELLIPSIS
@@ -237,19 +237,20 @@ def check_gpus(descriptors: Sequence[dict[str, object]]) -> None:
 # Several domains
 
 
-def check_spanning(descriptors: Sequence[dict[str, Any]], rank: int, size: int, asked: dict[str, object]) -> None:
-    """Raise unless the descriptors come from all ranks of a world of several domains, as `asked` for on this `rank`.
+def check_spanning(descriptors: Sequence[dict[str, Any]], rank: int, size: int, world: dict[str, object]) -> None:
+    """Raise unless the descriptors come from all ranks of a world of several domains.
 
-    The world of each domain checks its own descriptors too.
+    `world` has the name and the domain's size that this `rank` asked for. The world of each domain checks its own
+    descriptors too.
     """
     if len(descriptors) != size:
         raise WiringError(f"{len(descriptors)} descriptors for a world of {size}; each rank gives one")
     check_fields(descriptors[0], {"port": int, "secret": bytes})
-    mine = asked | _same_inside(descriptors[rank])
+    own = world | _same_inside(descriptors[rank])
     for peer, other in enumerate(descriptors):
         check_fields(other, _SPANNING)
         theirs = {"world": other["world"], "domain": other["domain"]} | _same_inside(other)
-        for field, value in mine.items():
+        for field, value in own.items():
             if theirs[field] != value:
                 here = f"{value} on rank {rank}"
                 raise WiringError(f"{field} is {theirs[field]} on rank {peer} and {here}; all ranks must agree")
@@ -275,5 +276,5 @@ def check_domain_sizes(theirs: Sequence[dict[str, Any]], size: int) -> None:
     """Refuse ranks that asked for domains of another size, or for none."""
     for rank, other in enumerate(theirs):
         if other.get("domain") != size or "network" not in other:
-            found = other["domain"] if "network" in other else "left out"
-            raise ConfigError(f"domain is {found} on rank {rank} and {size} here; all ranks must agree")
+            other_size = other["domain"] if "network" in other else "left out"
+            raise ConfigError(f"domain is {other_size} on rank {rank} and {size} here; all ranks must agree")

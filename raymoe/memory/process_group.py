@@ -41,22 +41,22 @@ class Ranks:
         # A backend that serves CPUs too, such as Gloo, does not say that the group is for GPUs.
         self._has_cuda = "cuda" in backends and backends["cuda"] != backends.get("cpu")
 
-    def device(self, asked: str) -> str:
+    def device(self, device: str) -> str:
         """Choose the device of this rank's world."""
-        return device_of_group(asked, self._bound, self._has_cuda, VisibleGpus.now())
+        return device_of_group(device, self._bound, self._has_cuda, VisibleGpus.now())
 
     def gather(
         self, device: torch.device | None, descriptor: dict[str, object] | None, problem: Exception | None
     ) -> tuple[str, list[dict[str, Any]]]:
         """Gather a name for the world and the descriptors of all ranks. Where one has a problem, all ranks raise.
 
-        `device` is that of this rank's world, if it is open.
+        `device` is the device of this rank's world, if the world is open.
         """
-        mine = RankReport(descriptor, None if problem is None else _sentence(problem), secrets.token_hex(4))
+        own = RankReport(descriptor, None if problem is None else _sentence(problem), secrets.token_hex(4))
         reports: list[Any] = [None] * self.size
         try:
             with self._current_device(device):
-                dist.all_gather_object(reports, mine, group=self.group)
+                dist.all_gather_object(reports, own, group=self.group)
         except RuntimeError as error:
             raise problem or WiringError(
                 f"a world of process group {self.name} was asked for on rank {self.rank} of {self.size}, and the "
@@ -89,37 +89,37 @@ def _sentence(error: Exception) -> str:
     return next(iter(str(error).splitlines()), "") or type(error).__name__
 
 
-def _process_group(given: object) -> Any:
+def _process_group(group: object) -> Any:
     """Return the process group of the argument `group` of World.of, after a check that this process is in it."""
-    asked = "a world of the default process group" if given is None else f"a world of a {type(given).__name__}"
+    wanted = "a world of the default process group" if group is None else f"a world of a {type(group).__name__}"
     if not dist.is_available() or not dist.is_initialized():
         raise ConfigError(
-            f"{asked} was asked for, and torch.distributed is not initialised: call "
+            f"{wanted} was asked for, and torch.distributed is not initialised: call "
             "torch.distributed.init_process_group first (torchrun sets what it needs), or use raymoe.join in Ray actors"
         )
-    if given is None:
+    if group is None:
         return dist.group.WORLD
     from torch.distributed.device_mesh import DeviceMesh
 
-    if isinstance(given, DeviceMesh):
-        return _group_of_mesh(given)
-    if given == dist.GroupMember.NON_GROUP_MEMBER:
+    if isinstance(group, DeviceMesh):
+        return _group_of_mesh(group)
+    if group == dist.GroupMember.NON_GROUP_MEMBER:
         raise ConfigError(
             f"a world of a process group was asked for on rank {dist.get_rank()}, which is not in the group; only its "
             "members call World.of"
         )
-    if not isinstance(given, dist.ProcessGroup):
-        raise ConfigError(f"{asked} was asked for; a ProcessGroup, a DeviceMesh or nothing is needed")
-    return _checked(given, asked)
+    if not isinstance(group, dist.ProcessGroup):
+        raise ConfigError(f"{wanted} was asked for; a ProcessGroup, a DeviceMesh or nothing is needed")
+    return _checked(group, wanted)
 
 
-def _checked(group: Any, asked: str) -> Any:
+def _checked(group: Any, wanted: str) -> Any:
     """Return the group, after a check that it can be used: torch has no clear error for one that cannot."""
     try:
         dist.get_backend_config(group)
     except (RuntimeError, TypeError, ValueError) as error:
         raise ConfigError(
-            f"{asked} was asked for, and torch.distributed does not know the group: it was destroyed, or was not made "
+            f"{wanted} was asked for, and torch.distributed does not know the group: it was destroyed, or was not made "
             "by init_process_group or new_group"
         ) from error
     return group
@@ -129,10 +129,10 @@ def _group_of_mesh(mesh: Any) -> Any:
     """Return the process group of the mesh's expert dimension, after a check that this process is in it."""
     names: tuple[str, ...] = mesh.mesh_dim_names or ()
     if EXPERT_DIMENSION not in names and (names or mesh.ndim != 1):
-        found = f"dimensions {', '.join(names)}" if names else f"{mesh.ndim} dimensions without names"
+        dimensions = f"dimensions {', '.join(names)}" if names else f"{mesh.ndim} dimensions without names"
         raise ConfigError(
-            f"a world of a DeviceMesh was asked for, which has {found} and none called {EXPERT_DIMENSION!r}; give the "
-            "mesh such a dimension, or pass the group of another one: mesh.get_group(dimension)"
+            f"a world of a DeviceMesh was asked for, which has {dimensions} and none called {EXPERT_DIMENSION!r}; give "
+            "the mesh such a dimension, or pass the group of another one: mesh.get_group(dimension)"
         )
     if mesh.get_coordinate() is None:
         raise ConfigError(
@@ -150,5 +150,5 @@ def _group_of_mesh(mesh: Any) -> Any:
 
 def _backends(group: Any) -> dict[str, str]:
     """Return the backend of each kind of device, for example {'cpu': 'gloo', 'cuda': 'nccl'}."""
-    pairs = (each.partition(":") for each in dist.get_backend_config(group).split(","))
+    pairs = (pair.partition(":") for pair in dist.get_backend_config(group).split(","))
     return {kind: name for kind, _, name in pairs}

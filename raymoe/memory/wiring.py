@@ -30,13 +30,13 @@ class Collectives(Protocol):
 
 
 class Gathering(Protocol):
-    """Ranks that can gather before they have a world: those of a process group, or those that meet in Ray."""
+    """Ranks that can gather before they have a world, in a process group or in a meeting by Ray."""
 
     rank: int
     size: int
-    known_address: str | None  # at which ranks on other machines reach this one, if something else has found that out
+    known_address: str | None  # ranks on other machines reach this one there, if that is known already
 
-    def device(self, asked: str) -> str:
+    def device(self, device: str) -> str:
         """Choose the device of this rank's world."""
 
     def gather(
@@ -44,7 +44,7 @@ class Gathering(Protocol):
     ) -> tuple[str, list[dict[str, Any]]]:
         """Gather a name for the world, and what all ranks give. Where one has a problem, all ranks raise.
 
-        `device` is that of this rank's world, if it is open.
+        `device` is the device of this rank's world, if the world is open.
         """
 
 
@@ -64,7 +64,7 @@ def prove(
     """Prove that each mapping leads to the memory of the rank that it is used for.
 
     Rank r writes a number made of r and p into proof word r of peer p. If two mappings are swapped, each number lands
-    at the wrong owner, which sees it. `serial` tells one proof of a world from another.
+    at the wrong owner, which sees it. `serial` distinguishes the proofs of a world.
     """
     ranks = range(world.size)
 
@@ -77,10 +77,10 @@ def prove(
 
     def check_proofs() -> None:
         for peer in ranks:
-            found, expected = read(peer), number(peer, world.rank)
-            if found != expected:
+            written, expected = read(peer), number(peer, world.rank)
+            if written != expected:
                 raise WiringError(
-                    f"{what}: rank {peer} wrote {found} into the memory of rank {world.rank}; {expected} was expected"
+                    f"{what}: rank {peer} wrote {written} into the memory of rank {world.rank}; {expected} was expected"
                 )
 
     act_together(world, write_proofs, f"{what}: write proofs")
@@ -107,7 +107,7 @@ S_co = TypeVar("S_co", bound=Segment, covariant=True)
 
 
 class SegmentSource(Protocol[S_co]):
-    """Makes segments. A call that raises leaves nothing behind. Own memory is zeroed."""
+    """Makes segments. A call that raises leaves nothing allocated. Own memory is zeroed."""
 
     def own(self, name: str, nbytes: int) -> S_co: ...
 
@@ -117,14 +117,14 @@ class SegmentSource(Protocol[S_co]):
 def share(world: Collectives, source: SegmentSource[S], layout: Layout, what: str) -> list[S]:
     """Make a segment on every rank and map all; return them in rank order. Either all ranks get them or all raise."""
     own: S | None = None
-    mine: tuple[dict[str, object], str] | None = None
+    offer: tuple[dict[str, object], str] | None = None
     problem: RaymoeError | None = None
     try:
         own = source.own(f"raymoe-{world.name}-{what}"[:200], layout.nbytes)
-        mine = own.descriptor(), layout.hash
+        offer = own.descriptor(), layout.hash
     except RaymoeError as error:
         problem = error
-    theirs = world.swap(mine, f"{what}: memory")
+    theirs = world.swap(offer, f"{what}: memory")
     segments: list[S] = []
     try:
         for peer, other in enumerate(theirs):

@@ -32,7 +32,7 @@ from raymoe.memory.across import BoundedStore, StoreAddress, StoreBoard, connect
 from raymoe.memory.address import address_for, listen, network
 from raymoe.memory.board import Board, board_layout
 from raymoe.memory.heap import DeviceHeap, Heap
-from raymoe.memory.heaps import Heaps, Unclosed
+from raymoe.memory.heaps import DroppedObjects, Heaps
 from raymoe.memory.layout import Layout
 from raymoe.memory.member import (
     Member,
@@ -94,7 +94,7 @@ class World(OfOneProcess):
         self._poison: RaymoeError | None = None
         self._closed, self._forked, self._pid = False, False, os.getpid()
         _WORLDS.add(self)
-        self.unclosed = Unclosed()
+        self.unclosed = DroppedObjects()
         self._heaps = Heaps(self._gpu, self.device, self.waiter)
         self._parent = parent
         self._group_count = 0
@@ -137,7 +137,7 @@ class World(OfOneProcess):
         (0, 1, device(type='cpu'))
         >>> dist.destroy_process_group()
         """
-        ranks, made, mine = Ranks(group), None, None
+        ranks, world, descriptor = Ranks(group), None, None
         if domain is not None and domain != ranks.size:
             spanning = SpanningWorld.of_ranks(ranks, domain, str(device), timeout_s)
             spanning._made_from = weakref.ref(ranks.group)
@@ -145,22 +145,22 @@ class World(OfOneProcess):
         problem: Exception | None = None
         try:
             where = ranks.device(str(device))
-            made = cls.open(ranks.rank, ranks.size, name=ranks.name, timeout_s=timeout_s, device=where)
-            mine = made.descriptor()
+            world = cls.open(ranks.rank, ranks.size, name=ranks.name, timeout_s=timeout_s, device=where)
+            descriptor = world.descriptor()
         except OSError as error:  # usually too many open files
             problem = WiringError(f"a world on rank {ranks.rank} could not be opened: {error}")
         except Exception as error:  # noqa: BLE001  `gather` raises it after the other ranks have its text
             problem = error
         try:
-            name, descriptors = ranks.gather(made.device if made else None, mine, problem)
-            assert made is not None, "a rank without a world has a problem"
-            made._wire_as(name, descriptors)
-            made._made_from = weakref.ref(ranks.group)
+            name, descriptors = ranks.gather(world.device if world else None, descriptor, problem)
+            assert world is not None, "a rank without a world has a problem"
+            world._wire_as(name, descriptors)
+            world._made_from = weakref.ref(ranks.group)
         except BaseException:
-            if made is not None:
-                made.close(together=False)
+            if world is not None:
+                world.close(together=False)
             raise
-        return made
+        return world
 
     @property
     def domain(self) -> World:
@@ -264,8 +264,8 @@ class World(OfOneProcess):
         self._refuse_if_closed("a shared object")
         if kind not in self._shared:
             self._shared[kind] = kind(self)
-        made: S = self._shared[kind]
-        return made
+        shared: S = self._shared[kind]
+        return shared
 
     def group(self, ranks: Sequence[int]) -> World | None:
         """Make a world of these ranks alone, in this order; None on the other ranks. All ranks of this world call it.
@@ -275,26 +275,26 @@ class World(OfOneProcess):
         """
         self._refuse_if_closed("group")
         self._group_count += 1
-        wanted, made, problem = tuple(ranks), None, None
+        wanted, group, problem = tuple(ranks), None, None
         try:
             member = self.member.in_group(wanted, self._group_count)
-            made = None if member is None else World(member, self._gpu.device if self._gpu else None, self)
+            group = None if member is None else World(member, self._gpu.device if self._gpu else None, self)
         except RaymoeError as error:
             problem = error
         try:
-            theirs = self.swap((wanted, made.descriptor() if made else None), "group: ranks")
+            theirs = self.swap((wanted, group.descriptor() if group else None), "group: ranks")
             self.agree(problem, "group: possible")
-            act_together(self, lambda: _wire_group(wanted, made, theirs), "group: wired")
+            act_together(self, lambda: _wire_group(wanted, group, theirs), "group: wired")
         except RaymoeError:
-            if made is not None:
-                made.close(together=False)
+            if group is not None:
+                group.close(together=False)
             raise
-        if made is not None:
+        if group is not None:
             if wanted == tuple(range(self.size)):
-                made._made_from = self._made_from
-            self._groups.append((made, wanted))
-            self.waiter.on_abort(made.abort)
-        return made
+                group._made_from = self._made_from
+            self._groups.append((group, wanted))
+            self.waiter.on_abort(group.abort)
+        return group
 
     def abort(self, reason: str) -> None:
         """End this rank's current wait and every later one. Any thread may call it; it has no effect after `close`."""
@@ -304,8 +304,8 @@ class World(OfOneProcess):
     def waiting(self) -> tuple[str, int] | None:
         """The operation and the peer that this rank waits for at this moment, in this world or in one of its groups."""
         for group, ranks in self._groups:
-            if (found := group.waiting) is not None:
-                return found[0], ranks[found[1]]
+            if (waiting := group.waiting) is not None:
+                return waiting[0], ranks[waiting[1]]
         return self.waiter.waiting
 
     def close(self, together: bool = True) -> None:
@@ -391,7 +391,7 @@ class SpanningWorld(World):
     - `domain` is the world of this rank's domain, with memory of its own. Its ranks count from 0, also in its errors.
     - `domain_index` and `place` say where this rank is. The ranks with one place are a *rail* (`raymoe.net.rail`).
     - `address` is where this rank listens for ranks of other domains.
-    - Its rounds, and exchanges, cover all ranks. Memory, channels and groups are those of a domain.
+    - Its rounds, and exchanges, cover all ranks. Memory, channels and groups belong to a domain.
     """
 
     def __init__(self, member: Member, domain: World, address: str) -> None:
@@ -441,28 +441,28 @@ class SpanningWorld(World):
 
         There are two gathers: networks, by which the ranks choose their addresses, then descriptors.
         """
-        mine: dict[str, object] | None = None
+        own: dict[str, object] | None = None
         problem: Exception | None = None
         where = "cpu"
         try:
             check_domain_size(size, ranks.size)
             where = ranks.device(device)
-            mine = {"domain": size, "network": network()}
+            own = {"domain": size, "network": network()}
         except Exception as error:  # noqa: BLE001  `gather` raises it after the other ranks have its text
             problem = error
-        name, theirs = ranks.gather(None, mine, problem)
+        name, theirs = ranks.gather(None, own, problem)
         check_domain_sizes(theirs, size)  # all ranks find the same, so none calls the second gather
         world: SpanningWorld | None = None
         try:
             try:
-                address = address_for([each["network"] for each in theirs], ranks.known_address)
+                address = address_for([other["network"] for other in theirs], ranks.known_address)
                 options: Options = {"name": name, "timeout_s": timeout_s, "device": where, "share_gpu": share_gpu}
                 member = Member(ranks.rank, ranks.size, **options)
                 world = cls.open_rank(member, size, address)
-                mine = world.descriptor()
+                own = world.descriptor()
             except Exception as error:  # noqa: BLE001  as above
                 problem = error
-            _, theirs = ranks.gather(None, mine, problem)
+            _, theirs = ranks.gather(None, own, problem)
             assert world is not None, "a rank without a world has a problem"
             world.wire(theirs)
         except BaseException:
@@ -497,16 +497,16 @@ class SpanningWorld(World):
 
     def descriptor(self) -> dict[str, object]:
         """Return what the other ranks need: how to map this rank's memory, and from rank 0 where its store is."""
-        mine: dict[str, object] = {"world": self.name, "domain": self._domain.size, "host": self.address}
-        mine["inside"] = self._domain.descriptor()
+        own: dict[str, object] = {"world": self.name, "domain": self._domain.size, "host": self.address}
+        own["inside"] = self._domain.descriptor()
         if self._listener is not None:
-            mine |= {"port": self._listener.getsockname()[1], "secret": self._secret}
-        return mine
+            own |= {"port": self._listener.getsockname()[1], "secret": self._secret}
+        return own
 
     def wire(self, descriptors: Sequence[dict[str, Any]]) -> None:
         """Map the memory of this rank's domain, join the store of rank 0, meet all ranks."""
-        asked = {"world": self.name, "domain": self._domain.size}
-        check_spanning(descriptors, self.rank, self.size, asked)
+        own = {"world": self.name, "domain": self._domain.size}
+        check_spanning(descriptors, self.rank, self.size, own)
         first, size, zero = self.domain_index * self._domain.size, self._domain.size, descriptors[0]
         try:
             with named_by_world(self.waiter, first, "wiring"):
@@ -536,8 +536,8 @@ class SpanningWorld(World):
 
     @property
     def waiting(self) -> tuple[str, int] | None:
-        if (found := self._domain.waiting) is not None:
-            return found[0], self.global_rank(found[1])
+        if (inside := self._domain.waiting) is not None:
+            return inside[0], self.global_rank(inside[1])
         return self.waiter.waiting
 
     def close(self, together: bool = True) -> None:
@@ -553,15 +553,15 @@ class SpanningWorld(World):
         self._domain.close(all_close)
 
 
-def _wire_group(ranks: tuple[int, ...], made: World | None, theirs: Sequence[object]) -> None:
+def _wire_group(ranks: tuple[int, ...], group: World | None, theirs: Sequence[object]) -> None:
     """Wire a group, after a check that all ranks of its world asked for the same one."""
     for rank, other in enumerate(theirs):
         assert isinstance(other, tuple)
         if other[0] != ranks:
             raise ConfigError(f"rank {rank} asks for a group of {list(other[0])} while another asks for {list(ranks)}")
-    if made is not None:
+    if group is not None:
         descriptors = [other[1] for other in theirs if isinstance(other, tuple)]
-        made.wire([descriptors[rank] for rank in ranks])
+        group.wire([descriptors[rank] for rank in ranks])
 
 
 def _mark_forked() -> None:

@@ -123,9 +123,9 @@ IN_DRIVER = """
 from raymoe.gang import main_process
 run_child = main_process._run_child
 def run_child_with_program(work, parent, output):
-    def prepared(tell, stopped):
+    def prepared(send, stopped):
         exec({program!r}, {{}})
-        return work(tell, stopped)
+        return work(send, stopped)
     run_child(prepared, parent, output)
 main_process._run_child = run_child_with_program
 """

@@ -17,8 +17,8 @@ from ray.exceptions import RayActorError
 
 from raymoe.config import load_job
 from raymoe.gang import supervisor as sv
-from raymoe.gang.driver import Driver, RunOrder
-from raymoe.gang.gang import Call, Gang
+from raymoe.gang.driver import Driver, DriverSettings
+from raymoe.gang.gang import Gang, RankCall
 from raymoe.gang.messages import CaseDone, GenerationEnded, Message, Ready, RunOutcome
 from raymoe.gang.placement import Location
 from raymoe.gang.rank import Rank
@@ -108,7 +108,7 @@ class FaultyDriver(Driver):
 def drive(head: Head, config: str, prepare: Callable[[FaultyDriver], None]) -> tuple[RunOutcome, list[Message]]:
     received: list[Message] = []
     driver = FaultyDriver(
-        RunOrder(load_job(config), f"test-{time.monotonic_ns()}", head.address), received.append, lambda: None
+        DriverSettings(load_job(config), f"test-{time.monotonic_ns()}", head.address), received.append, lambda: None
     )
     prepare(driver)
     try:
@@ -153,7 +153,7 @@ def test_a_rank_that_dies_before_it_reports_its_seat_is_named(
     monkeypatch.setattr(sv, "ABORT_ANSWER_S", 4.0)  # so that the other ranks report their seats after the death
     config, received = configs.write(tmp_path, world__restarts=restarts), []
     driver = EarlyDeath(
-        RunOrder(load_job(config), f"test-{time.monotonic_ns()}", head.address), received.append, lambda: None
+        DriverSettings(load_job(config), f"test-{time.monotonic_ns()}", head.address), received.append, lambda: None
     )
     try:
         outcome = driver.run()
@@ -176,7 +176,7 @@ def test_a_dead_rank_stops_the_next_call_in_any_order_of_answers(monkeypatch: py
     for order in itertools.permutations(answers):
         gang = object.__new__(Gang)
         gang.size, gang.locations, gang.nodes, gang._failed, gang._first_answer = 3, {}, {}, False, None
-        gang._calls = {rank: Call("locate", rank) for rank in answers}
+        gang._calls = {rank: RankCall("locate", rank) for rank in answers}
         events = [event for rank in order for event in gang._on_answer(gang._calls.pop(rank), rank)]
         assert [type(event) for event in events] == [sv.Lost]
         assert events[0].rank == 1
@@ -193,16 +193,16 @@ def test_every_case_runs_once_when_a_rank_is_killed_between_cases(head: Head, tm
     killed: list[str] = []
 
     def prepare(driver: FaultyDriver) -> None:
-        tell = driver.tell
+        send = driver.send
 
         def kill_after_first(item: Message) -> None:
-            tell(item)
+            send(item)
             if isinstance(item, CaseDone) and not killed:
                 killed.append(item.case)
                 assert driver.gang is not None
                 os.kill(driver.gang.locations[1].process[0], signal.SIGKILL)
 
-        driver.tell = kill_after_first
+        driver.send = kill_after_first
 
     outcome, received = drive(head, config, prepare)
     assert outcome.exit_code == 0

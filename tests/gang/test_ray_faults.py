@@ -83,11 +83,11 @@ def stop_servers():
         if name in ("raylet", "gcs_server") and int(rest.split()[1]) == os.getpid():
             os.kill(int(entry.name), signal.SIGSTOP)
 def stopping(work, parent, output):
-    def tell(message):
+    def send(message):
         parent.send(message)
         if type(message).__name__ == "Ending":
             stop_servers()
-    run_child(lambda _, stopped: work(tell, stopped), parent, output)
+    run_child(lambda _, stopped: work(send, stopped), parent, output)
 main_process._run_child = stopping
 """
     run = start(configs.write(tmp_path, world__ranks=2), first=first)

@@ -12,7 +12,7 @@ import ray
 
 from raymoe.config import load_job
 from raymoe.gang import supervisor as sv
-from raymoe.gang.driver import Driver, RunOrder
+from raymoe.gang.driver import Driver, DriverSettings
 from raymoe.gang.messages import Message, Progressed
 from tests.gang import configs
 from tests.gang.conftest import ray_head
@@ -46,7 +46,7 @@ class KillingDriver(Driver):
 def test_a_death_is_noticed_within_a_second(tmp_path: Path) -> None:
     config = configs.write(tmp_path, world__restarts=DEATHS - 1, world__wait_timeout_s=20, steps__count=configs.LONG)
     with ray_head(tmp_path, env={"HOME": str(tmp_path)}) as head:
-        order = RunOrder(load_job(config), "deaths", head.address)
+        order = DriverSettings(load_job(config), "deaths", head.address)
         driver = KillingDriver(order, lambda message: driver.kill_one(message), lambda: None)
         driver.killed, driver.noticed = [], []
         try:

@@ -25,8 +25,8 @@ def settings(command: list[str]) -> tuple[str, ...]:
 
 def variants() -> list[tuple[str, tuple[str, ...]]]:
     """Return every packaged config: without settings, with those of each command in its comments, with all of them."""
-    found = []
+    variants_of_all = []
     for name in packaged_names():
         own = [settings(command) for command in commands(name) if command[0] == name]
-        found += [(name, sets) for sets in [(), *own, sum(own, ())]]
-    return list(dict.fromkeys(found))
+        variants_of_all += [(name, sets) for sets in [(), *own, sum(own, ())]]
+    return list(dict.fromkeys(variants_of_all))

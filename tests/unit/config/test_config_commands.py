@@ -22,8 +22,8 @@ RECORDING_SCRIPT = '#!/bin/sh\nprintf "%s\\n" "$@" "" >> "$(dirname "$0")/words"
 def parent(name: str) -> str | None:
     path = packaged_config(name)
     assert path is not None
-    found: str | None = yaml.safe_load(path.read_text()).get("defaults")
-    return found
+    defaults: str | None = yaml.safe_load(path.read_text()).get("defaults")
+    return defaults
 
 
 MODELS = [name for name in packaged_names() if parent(name) == "exchange_gpu.yaml"]
@@ -55,8 +55,8 @@ def commands_of_target(target: str, folder: Path) -> list[list[str]]:
     (folder / ".installed").touch()
     # This make must not inherit the flags of a make that runs the tests.
     environment = {key: value for key, value in os.environ.items() if not key.startswith(("MAKE", "MFLAGS"))}
-    asked = ["make", "--directory", str(REPOSITORY), target, f"VENV={folder}"]
-    subprocess.run(asked, check=True, env=environment, capture_output=True, timeout=60)
+    make = ["make", "--directory", str(REPOSITORY), target, f"VENV={folder}"]
+    subprocess.run(make, check=True, env=environment, capture_output=True, timeout=60)
     words = (folder / "bin" / "words").read_text()
     return [command.split("\n") for command in words.removesuffix("\n\n").split("\n\n")]
 
@@ -73,9 +73,9 @@ def test_there_are_five_model_configs() -> None:
 
 @pytest.mark.parametrize("name", MODELS)
 def test_a_model_config_has_a_short_a_full_and_an_fp8_command(name: str) -> None:
-    asked = commands(name)
-    assert [command[0] for command in asked] == [name] * 3
-    plain, full, fp8 = (load_job(name, settings(command)) for command in asked)
+    packaged = commands(name)
+    assert [command[0] for command in packaged] == [name] * 3
+    plain, full, fp8 = (load_job(name, settings(command)) for command in packaged)
     assert plain == load_job(name)
     assert sweep(plain) == sweep(fp8) == SHORT and sweep(full) == FULL
     assert wires(plain) == wires(full) and len(wires(plain)) == 5

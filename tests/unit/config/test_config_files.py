@@ -28,8 +28,8 @@ def test_a_cycle_of_parents_is_refused(tmp_path, text):
     write(tmp_path, "defaults: middle.yaml\n", "base.yaml")
     write(tmp_path, "defaults: x.yaml\n", "middle.yaml")
     (tmp_path / "far").mkdir()
-    found = problems(tmp_path, text)
-    assert len(found) == 1 and "a cycle: " in found[0] and "x.yaml -> " in found[0]
+    reported = problems(tmp_path, text)
+    assert len(reported) == 1 and "a cycle: " in reported[0] and "x.yaml -> " in reported[0]
 
 
 def test_a_cycle_through_a_link_is_refused(tmp_path):
@@ -57,9 +57,9 @@ def test_more_than_16_parents_are_refused(tmp_path):
 def test_an_unreadable_parent_hides_no_other_problem(tmp_path, parent, expected):
     write(tmp_path, "a: [\n", "broken.yaml")
     (tmp_path / "folder.yaml").mkdir()
-    found = problems(tmp_path, f"defaults: {parent}\nshape: {{hiden: 2}}\n")
-    assert len(found) == 2
-    assert any(expected in line for line in found) and any("did you mean 'hidden'?" in line for line in found)
+    reported = problems(tmp_path, f"defaults: {parent}\nshape: {{hiden: 2}}\n")
+    assert len(reported) == 2
+    assert any(expected in line for line in reported) and any("did you mean 'hidden'?" in line for line in reported)
 
 
 def test_settings_override_the_file_in_order(tmp_path):

@@ -77,9 +77,9 @@ WRONG = [
 
 @pytest.mark.parametrize(("matrix", "expected"), WRONG, ids=[matrix for matrix, _ in WRONG])
 def test_a_wrong_matrix_is_reported_at_its_line(tmp_path, matrix, expected):
-    found = problems(tmp_path, f"workload: layer\nmatrix: {{{matrix}}}\n")
-    assert expected in found[0]
-    assert found[0].startswith("x.yaml: line 2")
+    reported = problems(tmp_path, f"workload: layer\nmatrix: {{{matrix}}}\n")
+    assert expected in reported[0]
+    assert reported[0].startswith("x.yaml: line 2")
 
 
 def test_more_than_1000_cases_are_refused(tmp_path):
@@ -100,8 +100,8 @@ def test_every_case_is_checked(tmp_path):
 
 @pytest.mark.parametrize("setting", ["shape.tokens=4", "shape={tokens: 4}"])
 def test_a_setting_on_a_key_of_the_matrix_is_refused(tmp_path, setting):
-    found = problems(tmp_path, "workload: layer\nmatrix: {shape.tokens: [1, 2]}\n", setting)
-    assert found[0].startswith(f"--set {setting}") and "the matrix already varies shape.tokens" in found[0]
+    reported = problems(tmp_path, "workload: layer\nmatrix: {shape.tokens: [1, 2]}\n", setting)
+    assert reported[0].startswith(f"--set {setting}") and "the matrix already varies shape.tokens" in reported[0]
 
 
 def test_a_setting_may_change_the_matrix_itself(tmp_path):

@@ -71,16 +71,16 @@ LINES = [
 
 @pytest.mark.parametrize(("line", "expected"), LINES, ids=[line for line, _ in LINES])
 def test_a_problem_is_reported_with_its_line_key_and_value(tmp_path, line, expected):
-    found = problems(tmp_path, f"workload: layer\n{line}\n")
-    assert len(found) == 1
-    assert found[0].startswith("x.yaml: line 2")
-    assert expected in found[0]
+    reported = problems(tmp_path, f"workload: layer\n{line}\n")
+    assert len(reported) == 1
+    assert reported[0].startswith("x.yaml: line 2")
+    assert expected in reported[0]
 
 
 @pytest.mark.parametrize("workload", ["train", "laye", "1"])
 def test_an_unknown_workload_is_reported_with_the_known_ones(tmp_path, workload):
-    (found,) = problems(tmp_path, f"workload: {workload}\n")
-    assert "not one of p2p, exchange, overlap, pointwise, layer" in found
+    (reported,) = problems(tmp_path, f"workload: {workload}\n")
+    assert "not one of p2p, exchange, overlap, pointwise, layer" in reported
 
 
 def test_a_missing_workload_is_reported(tmp_path):
@@ -118,21 +118,21 @@ def test_all_problems_are_reported_together_in_file_order(tmp_path):
 
 def test_a_key_with_a_problem_is_not_checked_against_other_keys(tmp_path):
     """The default of 32 experts does not divide among 3 ranks, but the user did not write it."""
-    (found,) = problems(tmp_path, "workload: layer\nworld: {ranks: 3}\nshape: {experts: x}\n")
-    assert "shape.experts" in found
-    (found,) = problems(tmp_path, "workload: layer\nworld: {ranks: 3}\nshape: 8\n")
-    assert "shape = 8: a mapping is wanted" in found
+    (reported,) = problems(tmp_path, "workload: layer\nworld: {ranks: 3}\nshape: {experts: x}\n")
+    assert "shape.experts" in reported
+    (reported,) = problems(tmp_path, "workload: layer\nworld: {ranks: 3}\nshape: 8\n")
+    assert "shape = 8: a mapping is wanted" in reported
 
 
 @pytest.mark.parametrize("line", ["routing: zipf", "layer: {router: softmax}", "steps: 3", "steps: null"])
 def test_a_value_in_place_of_a_section_is_one_problem(tmp_path, line):
-    (found,) = problems(tmp_path, f"workload: exchange\n{line}\n")
-    assert "a mapping is wanted" in found
+    (reported,) = problems(tmp_path, f"workload: exchange\n{line}\n")
+    assert "a mapping is wanted" in reported
 
 
 def test_quoted_values_are_cut_and_made_printable(tmp_path):
-    (found,) = problems(tmp_path, 'workload: "a\\nb\\e[31m' + "x" * 500 + '"\n')
-    assert "\\n" in found and "\x1b" not in found and len(found) < 300
+    (reported,) = problems(tmp_path, 'workload: "a\\nb\\e[31m' + "x" * 500 + '"\n')
+    assert "\\n" in reported and "\x1b" not in reported and len(reported) < 300
 
 
 def test_numbers_of_any_length_are_reported_without_a_crash(tmp_path):

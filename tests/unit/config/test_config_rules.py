@@ -45,14 +45,14 @@ IMPOSSIBLE = [
 
 @pytest.mark.parametrize(("workload", "setting", "expected"), IMPOSSIBLE, ids=[setting for _, setting, _ in IMPOSSIBLE])
 def test_an_impossible_combination_is_reported_at_the_last_setting(tmp_path, workload, setting, expected):
-    found = problems(tmp_path, f"workload: {workload}\n", setting)
-    assert len(found) == 1
-    assert found[0].startswith("--set ") and expected in found[0]
+    reported = problems(tmp_path, f"workload: {workload}\n", setting)
+    assert len(reported) == 1
+    assert reported[0].startswith("--set ") and expected in reported[0]
 
 
 def test_more_rows_than_offsets_can_count_are_refused(tmp_path):
-    (found,) = problems(tmp_path, "workload: layer\nshape: {tokens: 16777216, topk: 64, experts: 64}\n")
-    assert "line 2, shape.tokens = 16777216: a rank may receive 4294967536 rows, offsets count to 2147483647" in found
+    (problem,) = problems(tmp_path, "workload: layer\nshape: {tokens: 16777216, topk: 64, experts: 64}\n")
+    assert "line 2, shape.tokens = 16777216: a rank may receive 4294967536 rows, offsets count to 2147483647" in problem
 
 
 @pytest.mark.parametrize(
@@ -100,14 +100,14 @@ OWN_ROUTER = "layer: {router: {kind: softmax}}\n"
     ],
 )
 def test_an_impossible_layer_is_refused(tmp_path, config, setting, expected):
-    (found,) = problems(tmp_path, f"workload: layer\n{config}", setting)
-    assert expected in found
+    (problem,) = problems(tmp_path, f"workload: layer\n{config}", setting)
+    assert expected in problem
 
 
 def test_the_exchange_of_a_layer_may_have_a_limit_of_sms(tmp_path):
     assert load_job("layer_deepseek_v3", ["exchange.sms=48"]).exchange.sms == 48
-    (found,) = problems(tmp_path, "workload: layer\nworld: {device: cpu}\n", "exchange.sms=12")
-    assert "CPU ranks have no SMs" in found
+    (problem,) = problems(tmp_path, "workload: layer\nworld: {device: cpu}\n", "exchange.sms=12")
+    assert "CPU ranks have no SMs" in problem
 
 
 CPU, CUDA = "world: {device: cpu}", "world: {device: cuda}"
@@ -158,14 +158,14 @@ ON_A_DEVICE = [
 
 @pytest.mark.parametrize(("text", "setting", "expected"), ON_A_DEVICE, ids=[setting for _, setting, _ in ON_A_DEVICE])
 def test_settings_that_the_device_cannot_do_are_refused(tmp_path, text, setting, expected):
-    (found,) = problems(tmp_path, f"workload: exchange\n{text}\n", setting)
-    assert found.startswith("--set ") and expected in found
+    (problem,) = problems(tmp_path, f"workload: exchange\n{text}\n", setting)
+    assert problem.startswith("--set ") and expected in problem
 
 
 def test_the_impossible_case_of_a_matrix_is_named(tmp_path):
     text = f"workload: exchange\n{CUDA}\nmatrix: {{exchange.backend: [fused, host]}}\n"
-    (found,) = problems(tmp_path, text)
-    assert "host is no backend of cuda ranks (case backend=host)" in found
+    (problem,) = problems(tmp_path, text)
+    assert "host is no backend of cuda ranks (case backend=host)" in problem
 
 
 @pytest.mark.parametrize(
@@ -236,8 +236,8 @@ def test_a_trace_is_found_beside_its_config(tmp_path):
 
 
 def test_a_missing_trace_file_is_refused(tmp_path):
-    (found,) = problems(tmp_path, "workload: layer\nrouting:\n  kind: trace\n  file: ids.npy\n")
-    assert found == "x.yaml: line 4, routing.file = ids.npy: no such file, looked for ids.npy"
+    (problem,) = problems(tmp_path, "workload: layer\nrouting:\n  kind: trace\n  file: ids.npy\n")
+    assert problem == "x.yaml: line 4, routing.file = ids.npy: no such file, looked for ids.npy"
 
 
 def test_sections_of_other_workloads_are_checked_and_left_out(tmp_path):

@@ -200,17 +200,17 @@ def test_traces_of_any_name_are_those_of_the_job_wherever_they_are_set(tmp_path,
         f"{{routing: {{kind: trace, file: {quoted}}}}}",
     ]
     on_command = [[f"routing.file={quoted}"], [f"matrix.routing.file=[{quoted}]"], [f"routing={{file: {quoted}}}"]]
-    for own, sets in [*((each, []) for each in in_job), *(("{routing.kind: trace}", each) for each in on_command)]:
+    for own, sets in [*((item, []) for item in in_job), *(("{routing.kind: trace}", item) for item in on_command)]:
         monkeypatch.chdir(tmp_path if own in in_job else place)
         (place / "job.yaml").write_text(f"config: host_exchange\nruntime_env: {{working_dir: ..}}\nset: {own}\n")
         job, request = load_submission(str(place / "job.yaml"), sets)
         wanted = [case.job.routing.file for case in job.cases()]
         monkeypatch.chdir(tmp_path)
         words = request.entrypoint[5:]
-        found = load_job("host_exchange", list(words[1::2]))
-        there = [str(Path(str(case.job.routing.file)).resolve()) for case in found.cases()]
+        loaded = load_job("host_exchange", list(words[1::2]))
+        there = [str(Path(str(case.job.routing.file)).resolve()) for case in loaded.cases()]
         assert (
-            there == [str(Path(str(each)).resolve()) for each in wanted] == [str(tmp_path / "data" / name)] * len(there)
+            there == [str(Path(str(item)).resolve()) for item in wanted] == [str(tmp_path / "data" / name)] * len(there)
         )
         assert not any(".." in word or str(tmp_path) in word for word in words)
 
@@ -291,9 +291,9 @@ def test_errors_repeat_no_text_of_a_config_far_from_the_job(tmp_path):
         job.write_text(f"config: {config}\n")
         with pytest.raises(ConfigError) as caught:
             load_submission(str(job), ())
-        told = "\n".join(map(str, caught.value.problems))
-        assert "line 2, password" in told and "line 3, world.ranks" in told
-        assert (secret in told) is is_shown, config
+        text = "\n".join(map(str, caught.value.problems))
+        assert "line 2, password" in text and "line 3, world.ranks" in text
+        assert (secret in text) is is_shown, config
 
 
 def test_the_address_is_the_first_that_is_named(capsys, monkeypatch):

@@ -126,7 +126,7 @@ def findings_of(probed: ProbeValues, needs: Needs = NEEDS, **troubles: str) -> d
     assert len({finding.name for finding in findings}) == len(CHECKS)
     for finding in findings:
         assert (finding.level == "fail") == bool(finding.blocks), finding
-        assert finding.level == "ok" or finding.way_out or "see driver" in finding.found, finding
+        assert finding.level == "ok" or finding.way_out or "see driver" in finding.state, finding
         assert "\n" not in finding.line() and "  " not in finding.line()[25:]
     return {finding.name: finding for finding in findings}
 
@@ -134,34 +134,36 @@ def findings_of(probed: ProbeValues, needs: Needs = NEEDS, **troubles: str) -> d
 @pytest.mark.parametrize("name", MACHINES)
 def test_findings_and_verdict_of_each_machine(name):
     make, levels, sentence = MACHINES[name]
-    found = findings_of(make())
-    assert {name: finding.level for name, finding in found.items() if finding.level != "ok"} == levels
-    assert verdict(list(found.values()), machine(make())) == sentence
+    findings = findings_of(make())
+    assert {name: finding.level for name, finding in findings.items() if finding.level != "ok"} == levels
+    assert verdict(list(findings.values()), machine(make())) == sentence
 
 
 def test_without_a_driver_every_gpu_check_finds_none():
-    found = findings_of(no_gpu())
+    findings = findings_of(no_gpu())
     for name in ("driver", "GPUs", "NVLink", "peer access", "CUDA IPC", "TMA", "stream memory ops"):
-        assert found[name].found.startswith("none: no NVIDIA driver")
+        assert findings[name].state.startswith("none: no NVIDIA driver")
 
 
 def test_findings_of_two_recorded_h200():
-    found = findings_of(recorded("two_h200"))
-    assert found["driver"].found == "580.159.04, CUDA 13.0 (NVML by cuda.bindings.nvml)"
-    assert found["GPUs"].found == "2 × NVIDIA H200 (sm_90, 140 GiB)"
-    assert found["NVLink"].found == "NV18 between every two of 2 GPUs, 18 links of NVLink 4, 450 GB/s a direction"
-    assert found["peer access"].found == "all 2 ordered pairs"
-    assert found["CUDA IPC"].found.startswith("2 processes, one a GPU, wrote into one another's memory (in this Docker")
-    assert found["NVRTC"].found == "13.0; compiled the copy kernel for sm_90a in 1.3 s"
-    assert found["TMA"].found == "sm_90 or newer, on 2 GPUs"
-    assert found["Ray"].found.endswith("with 2 GPUs")
+    findings = findings_of(recorded("two_h200"))
+    assert findings["driver"].state == "580.159.04, CUDA 13.0 (NVML by cuda.bindings.nvml)"
+    assert findings["GPUs"].state == "2 × NVIDIA H200 (sm_90, 140 GiB)"
+    assert findings["NVLink"].state == "NV18 between every two of 2 GPUs, 18 links of NVLink 4, 450 GB/s a direction"
+    assert findings["peer access"].state == "all 2 ordered pairs"
+    assert findings["CUDA IPC"].state.startswith(
+        "2 processes, one a GPU, wrote into one another's memory (in this Docker"
+    )
+    assert findings["NVRTC"].state == "13.0; compiled the copy kernel for sm_90a in 1.3 s"
+    assert findings["TMA"].state == "sm_90 or newer, on 2 GPUs"
+    assert findings["Ray"].state.endswith("with 2 GPUs")
 
 
 def test_findings_where_one_of_two_gpus_is_visible():
-    found = findings_of(recorded("one_of_two_h200"))
-    assert found["GPUs"].found == "1 × NVIDIA H200 (sm_90), of 2 on this machine"
-    assert found["peer access"].found == "one GPU, so there is no peer"
-    assert found["CUDA IPC"].found.startswith("two processes on one GPU wrote")
+    findings = findings_of(recorded("one_of_two_h200"))
+    assert findings["GPUs"].state == "1 × NVIDIA H200 (sm_90), of 2 on this machine"
+    assert findings["peer access"].state == "one GPU, so there is no peer"
+    assert findings["CUDA IPC"].state.startswith("two processes on one GPU wrote")
 
 
 def test_p2p_needs_a_usable_gpu_for_each_rank():
@@ -259,19 +261,19 @@ def test_gpus_on_the_pci_bus_without_a_driver_are_reported():
 @pytest.mark.parametrize("make", [no_gpu, lambda: with_gpus(4)], ids=["no GPU", "four H200"])
 def test_a_broken_probe_is_reported_and_no_check_raises(probe, make):
     probed = make()
-    found = findings_of(probed, **{probe: "no answer within 60 s"})
+    findings = findings_of(probed, **{probe: "no answer within 60 s"})
     unused = probe == "ipc" and make is no_gpu  # no check reads it
-    assert unused or any("no answer within 60 s" in finding.line() for finding in found.values())
+    assert unused or any("no answer within 60 s" in finding.line() for finding in findings.values())
     if probe in ("host", "torch", "ray"):
         with pytest.raises(PlacementError, match=r"quickstart cannot run here on CPU ranks: .*no answer within 60 s"):
-            verdict(list(found.values()), machine(probed, **{probe: "no answer within 60 s"}))
+            verdict(list(findings.values()), machine(probed, **{probe: "no answer within 60 s"}))
 
 
 def test_the_verdict_names_the_first_failed_check_and_counts_the_rest():
     probed = no_gpu()
-    found = findings_of(probed, host="ended by SIGSEGV", ray="no answer within 150 s while starting a local Ray")
+    findings = findings_of(probed, host="ended by SIGSEGV", ray="no answer within 150 s while starting a local Ray")
     with pytest.raises(PlacementError) as error:
-        verdict(list(found.values()), machine(probed))
+        verdict(list(findings.values()), machine(probed))
     assert str(error.value).startswith("quickstart cannot run here on CPU ranks: Ray: no: no answer within 150 s while")
     assert str(error.value).endswith("(and 2 more checks failed)")
     assert error.value.exit_code == 3

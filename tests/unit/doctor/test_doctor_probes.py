@@ -190,10 +190,10 @@ def test_the_ring_of_cuda_ipc_reports_success_or_the_failed_step(monkeypatch, gp
     monkeypatch.setattr(ipc, "bindings", lambda: SimpleNamespace(CUipcMemHandle=FakeHandle))
     monkeypatch.setattr(multiprocessing, "get_context", lambda _: FORK)
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0")
-    asked: list[str] = []
+    activities: list[str] = []
     others = set(multiprocessing.active_children())  # rank processes of other tests, which must live on
-    assert told.items() <= ipc.probe(asked.append).items()
-    assert fault or asked == ["counting GPUs", *ipc.STEPS]
+    assert told.items() <= ipc.probe(activities.append).items()
+    assert fault or activities == ["counting GPUs", *ipc.STEPS]
     for child in set(multiprocessing.active_children()) - others:
         child.kill()
         child.join(10)
@@ -211,10 +211,10 @@ TOPOLOGY = (
 
 
 def test_the_output_of_nvidia_smi_is_parsed():
-    told = machine_of(SMI, TOPOLOGY)
-    assert told["driver"] == "580.95.05"
-    assert told["topology"] == [["X", "NV18"], ["NV18", "X"]]
-    gpus = told["gpus"]
+    values = machine_of(SMI, TOPOLOGY)
+    assert values["driver"] == "580.95.05"
+    assert values["topology"] == [["X", "NV18"], ["NV18", "X"]]
+    gpus = values["gpus"]
     assert [(gpu["uuid"], gpu["mig"], gpu["links"], gpu["capability"]) for gpu in gpus] == [
         ("GPU-aa", False, 18, [9, 0]),
         ("GPU-bb", True, 18, [9, 0]),
@@ -234,12 +234,12 @@ def test_nvidia_smi_is_asked_after_the_nvml_bindings(monkeypatch, tmp_path):
     (tmp_path / "gpus").write_text(SMI)
     monkeypatch.setattr(nvml, "BINDINGS", (NvmlBinding("no_such_module", 0, "Error", ""),))
     monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
-    asked: list[str] = []
-    told = nvml.probe(asked.append)
-    assert told["source"] == "nvidia-smi"
-    assert asked == ["asking no_such_module", "asking nvidia-smi"]
+    activities: list[str] = []
+    values = nvml.probe(activities.append)
+    assert values["source"] == "nvidia-smi"
+    assert activities == ["asking no_such_module", "asking nvidia-smi"]
     (tmp_path / "gpus").write_text("NVIDIA-SMI has failed because it couldn't communicate with the driver\n")
-    assert "missing" in nvml.probe(asked.append)
+    assert "missing" in nvml.probe(activities.append)
 
 
 def test_an_unsafe_kernel_cache_is_reported(tmp_path):

@@ -64,8 +64,8 @@ def test_the_config_covers_every_protocol_pattern_and_transport() -> None:
     }
     assert all(set(case.job.p2p.transports) == set(CANDIDATES) for case in cases)
     assert all(case.job.steps.verify and case.job.world.device == "cuda" for case in cases)
-    asked = load_job(tune.CONFIG, ["world.ranks=8"]).cases()  # as many copies as with two ranks
-    assert [len(list(copies_of(case))) for case in asked] == [44, 22, 44, 22]
+    cases = load_job(tune.CONFIG, ["world.ranks=8"]).cases()  # as many copies as with two ranks
+    assert [len(list(copies_of(case))) for case in cases] == [44, 22, 44, 22]
 
 
 def test_the_table_picks_the_faster_transport_for_every_size() -> None:
@@ -141,11 +141,11 @@ class FakeRun:
     def __call__(self, request: Request) -> int:
         self.requests.append(request)
         assert request.config is not None and request.out is not None
-        asked = load_job(request.config, request.sets)
-        with RunDirectory.create(Path(request.out), asked.name) as directory:
-            directory.write_config(asked.resolved())
-            lines = lines_of(asked)
-            for case in asked.cases() if not self.code else ():
+        job = load_job(request.config, request.sets)
+        with RunDirectory.create(Path(request.out), job.name) as directory:
+            directory.write_config(job.resolved())
+            lines = lines_of(job)
+            for case in job.cases() if not self.code else ():
                 directory.add_case([line for line in lines if line["case"] == case.name])
         return self.code
 

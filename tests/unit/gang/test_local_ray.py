@@ -36,8 +36,8 @@ def test_a_setting_of_the_user_stays() -> None:
 def test_the_directory_is_where_ray_looks(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
     from ray._common.utils import get_default_ray_temp_dir
 
-    for each in ("RAY_TMPDIR", "TMPDIR"):
-        monkeypatch.delenv(each, raising=False)
+    for variable in ("RAY_TMPDIR", "TMPDIR"):
+        monkeypatch.delenv(variable, raising=False)
     assert str(local_ray.temporary_directory()) == get_default_ray_temp_dir()
     monkeypatch.setenv(name, "/elsewhere")
     assert str(local_ray.temporary_directory()) == get_default_ray_temp_dir() == "/elsewhere/ray"
@@ -58,17 +58,17 @@ def test_the_session_of_a_process_is_found_by_its_pid_and_its_age(folder: Path) 
     os.utime(earlier)
     assert local_ray.session_of(42, since=began) is None, "an earlier process had this pid"
     time.sleep(0.05)
-    mine = session(folder, "session_2026-01-01_00-00-01_000001_42")
+    own = session(folder, "session_2026-01-01_00-00-01_000001_42")
     session(folder, "session_2026-01-01_00-00-01_000001_142")
     (folder / "session_2026-01-01_00-00-02_000001_42").symlink_to(earlier)
-    assert local_ray.session_of(42, since=began) == mine
+    assert local_ray.session_of(42, since=began) == own
 
 
 def test_a_removed_session_takes_its_own_link_along_only(folder: Path) -> None:
-    mine, other = session(folder, "session_a_1"), session(folder, "session_b_2")
+    removed, other = session(folder, "session_a_1"), session(folder, "session_b_2")
     latest = folder / "session_latest"
-    latest.symlink_to(mine)
-    local_ray.remove_session(mine)
+    latest.symlink_to(removed)
+    local_ray.remove_session(removed)
     assert sorted(path.name for path in folder.iterdir()) == ["session_b_2"]
     latest.symlink_to(other)
     local_ray.remove_session(session(folder, "session_c_3"))

@@ -13,7 +13,7 @@ import pytest
 
 from raymoe.config.job import Job
 from raymoe.gang import driver as module
-from raymoe.gang.driver import STOPPED_S, Driver, RunOrder
+from raymoe.gang.driver import STOPPED_S, Driver, DriverSettings
 from raymoe.gang.processes import is_stopped, start_time
 
 
@@ -26,13 +26,13 @@ def server() -> Iterator[subprocess.Popen[bytes]]:
 
 @pytest.fixture
 def driver(server: subprocess.Popen[bytes]) -> Driver:
-    made = Driver(
-        RunOrder(Job.model_validate({"name": "test", "workload": "exchange"}), "run", None),
+    watching = Driver(
+        DriverSettings(Job.model_validate({"name": "test", "workload": "exchange"}), "run", None),
         lambda _: None,
         lambda: None,
     )
-    made.servers = {"raylet": (server.pid, start_time(server.pid))}
-    return made
+    watching.servers = {"raylet": (server.pid, start_time(server.pid))}
+    return watching
 
 
 def stop(driver: Driver) -> None:

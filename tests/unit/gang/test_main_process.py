@@ -48,9 +48,9 @@ def has_ended(pid: int) -> bool:
 
 def test_messages_arrive_in_order_and_the_outcome_last() -> None:
     process = start("""
-        def work(tell, stopped):
+        def work(send, stopped):
             for done in range(3):
-                tell(Progressed("a", done, 3))
+                send(Progressed("a", done, 3))
             return RunOutcome(6, "wrong")
         messages = []
         outcome = run_in_child(work, messages.append)
@@ -62,10 +62,10 @@ def test_messages_arrive_in_order_and_the_outcome_last() -> None:
 
 def test_orphaned_processes_of_the_driver_are_ended() -> None:
     process = start("""
-        def work(tell, stopped):
+        def work(send, stopped):
             # A grandchild in its own process group, whose parent exits at once.
             script = "import subprocess as s; print(s.Popen(['sleep', '60'], process_group=0, stdout=s.DEVNULL).pid)"
-            tell(Progressed(subprocess.check_output([sys.executable, "-c", script], text=True).strip(), 0, 0))
+            send(Progressed(subprocess.check_output([sys.executable, "-c", script], text=True).strip(), 0, 0))
             return RunOutcome(0, "done")
         pids = []
         outcome = run_in_child(work, lambda message: pids.append(int(message.case)))
@@ -78,7 +78,7 @@ def test_orphaned_processes_of_the_driver_are_ended() -> None:
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 143), (signal.SIGINT, 130)])
 def test_a_driver_that_checks_for_signals_may_finish_its_clean_up(number: signal.Signals, code: int) -> None:
     process = start("""
-        def work(tell, stopped):
+        def work(send, stopped):
             print("up", flush=True)
             while stopped() is None:
                 time.sleep(0.02)
@@ -94,7 +94,7 @@ def test_a_driver_that_checks_for_signals_may_finish_its_clean_up(number: signal
 
 def test_a_hung_driver_is_ended_within_5_s_of_sigterm() -> None:
     process = start("""
-        def work(tell, stopped):
+        def work(send, stopped):
             print(os.getpid(), flush=True)
             time.sleep(60)
         report(run_in_child(work, print))
@@ -110,7 +110,7 @@ def test_a_hung_driver_is_ended_within_5_s_of_sigterm() -> None:
 
 def test_a_second_signal_ends_the_driver_at_once() -> None:
     process = start("""
-        def work(tell, stopped):
+        def work(send, stopped):
             print("up", flush=True)
             time.sleep(60)
         report(run_in_child(work, print))
@@ -126,7 +126,7 @@ def test_a_second_signal_ends_the_driver_at_once() -> None:
 def test_under_nohup_a_hangup_ends_neither_the_main_process_nor_the_driver() -> None:
     process = start("""
         signal.signal(signal.SIGHUP, signal.SIG_IGN)  # as nohup does
-        def work(tell, stopped):
+        def work(send, stopped):
             print(os.getpid(), flush=True)
             seen = [stopped()]
             for _ in range(25):
@@ -144,8 +144,8 @@ def test_under_nohup_a_hangup_ends_neither_the_main_process_nor_the_driver() -> 
 
 def test_a_driver_that_exceeds_its_time_bound_ends_with_the_bounds_message() -> None:
     process = start("""
-        def work(tell, stopped):
-            tell(Bounded(0.3, 3, "nobody answered within 0.3 s"))
+        def work(send, stopped):
+            send(Bounded(0.3, 3, "nobody answered within 0.3 s"))
             time.sleep(60)
         report(run_in_child(work, print))
     """)
@@ -154,9 +154,9 @@ def test_a_driver_that_exceeds_its_time_bound_ends_with_the_bounds_message() -> 
 
 def test_a_lifted_time_bound_does_not_end_the_driver() -> None:
     process = start("""
-        def work(tell, stopped):
-            tell(Bounded(0.2, 3, "too late"))
-            tell(Bounded(None))
+        def work(send, stopped):
+            send(Bounded(0.2, 3, "too late"))
+            send(Bounded(None))
             time.sleep(0.5)
             return RunOutcome(0, "done")
         report(run_in_child(work, print))
@@ -174,7 +174,7 @@ def test_a_lifted_time_bound_does_not_end_the_driver() -> None:
 )
 def test_a_crash_of_the_driver_is_reported_in_one_sentence(how: str, said: str) -> None:
     process = start(f"""
-        def work(tell, stopped):
+        def work(send, stopped):
             {how}
         report(run_in_child(work, print))
     """)
@@ -184,7 +184,7 @@ def test_a_crash_of_the_driver_is_reported_in_one_sentence(how: str, said: str) 
 
 def test_sigkill_of_the_main_process_ends_the_driver() -> None:
     process = start("""
-        def work(tell, stopped):
+        def work(send, stopped):
             print(os.getpid(), flush=True)
             subprocess.Popen(["sleep", "60"], start_new_session=True)
             while stopped() is None:
@@ -205,7 +205,7 @@ def test_sigkill_of_the_main_process_ends_the_driver() -> None:
 def test_a_driver_that_says_nothing_is_ended_and_its_state_is_named() -> None:
     process = start("""
         main_process.SILENT_S = 1.0
-        def work(tell, stopped):
+        def work(send, stopped):
             os.kill(os.getpid(), signal.SIGSTOP)
         report(run_in_child(work, print))
     """)
@@ -214,7 +214,7 @@ def test_a_driver_that_says_nothing_is_ended_and_its_state_is_named() -> None:
     assert re.fullmatch(r"the driver process \(pid \d+\) is stopped and said nothing for 1 s", message), message
     process = start("""
         main_process.SILENT_S = 1.0
-        def work(tell, stopped):
+        def work(send, stopped):
             time.sleep(60)
         report(run_in_child(work, print))
     """)
@@ -225,10 +225,10 @@ def test_a_driver_that_says_nothing_is_ended_and_its_state_is_named() -> None:
 def test_a_driver_that_says_that_it_works_may_take_its_time() -> None:
     process = start("""
         main_process.SILENT_S = 0.8
-        def work(tell, stopped):
+        def work(send, stopped):
             for _ in range(10):
                 time.sleep(0.2)
-                tell(Alive())
+                send(Alive())
             return RunOutcome(0, "done")
         report(run_in_child(work, print))
     """)
@@ -239,11 +239,11 @@ def test_a_main_process_that_was_frozen_does_not_blame_its_driver() -> None:
     """Both are stopped for longer than SILENT_S, as by a container that is paused."""
     process = start("""
         main_process.SILENT_S = 3.0
-        def work(tell, stopped):
+        def work(send, stopped):
             print(os.getpid(), flush=True)
             for _ in range(10):
                 time.sleep(0.2)
-                tell(Alive())
+                send(Alive())
             return RunOutcome(0, "done")
         report(run_in_child(work, print))
     """)
@@ -261,8 +261,8 @@ def test_a_main_process_that_was_frozen_does_not_blame_its_driver() -> None:
 @pytest.mark.parametrize("then", ["os.abort()", "time.sleep(60)", "raise ValueError('while cleaning up')"])
 def test_an_announced_outcome_is_final(then: str) -> None:
     process = start(f"""
-        def work(tell, stopped):
-            tell(Ending(RunOutcome(0, "done"), 0.5))
+        def work(send, stopped):
+            send(Ending(RunOutcome(0, "done"), 0.5))
             {then}
         report(run_in_child(work, print))
     """)
@@ -271,7 +271,7 @@ def test_an_announced_outcome_is_final(then: str) -> None:
 
 def test_the_output_of_the_driver_is_kept_off_the_terminal_and_says_that_the_gcs_is_lost() -> None:
     process = start("""
-        def work(tell, stopped):
+        def work(send, stopped):
             os.system("echo rpc_client.h: Failed to connect to GCS within 60 seconds >&2")
             os._exit(1)
         outcome = run_in_child(work, print, keep_output=True)

@@ -57,7 +57,7 @@ def test_a_token_is_made_for_this_user_only(home, mask):
     token = home / ".ray" / "auth_token"
     assert (mode(token), mode(token.parent)) == (0o600, 0o700)
     assert len(bytes.fromhex(token.read_text())) == 32
-    assert [each.name for each in token.parent.iterdir()] == ["auth_token"]
+    assert [file.name for file in token.parent.iterdir()] == ["auth_token"]
 
 
 def test_a_token_that_only_this_user_reads_is_kept(home):
@@ -124,7 +124,7 @@ def test_a_token_that_others_may_know_is_not_used(home, plant):
         with private_ray(environment):
             seen.append(environment[TOKEN])
         assert TOKEN not in environment
-    assert seen[0] != seen[1] and all(len(bytes.fromhex(each)) == 32 for each in seen), "one for each run"
+    assert seen[0] != seen[1] and all(len(bytes.fromhex(token)) == 32 for token in seen), "one for each run"
     assert not (home / "victim").exists(), "a link was not followed"
 
 
@@ -154,7 +154,7 @@ def test_runs_that_start_together_agree_on_one_token(home):
 
     with ThreadPoolExecutor(8) as threads:
         assert not any(threads.map(go, range(32)))
-    assert [each.name for each in (home / ".ray").iterdir()] == ["auth_token"]
+    assert [file.name for file in (home / ".ray").iterdir()] == ["auth_token"]
 
 
 def test_the_directory_is_for_this_user_only_and_goes_when_it_is_empty(home):
@@ -180,8 +180,8 @@ def short(tmp_path_factory) -> Iterator[Path]:
     path = Path(short_base(8), f"rm{os.getpid()}")
     path.mkdir(mode=0o700)
     yield path
-    for each in sorted(path.rglob("*"), reverse=True):
-        each.rmdir()
+    for inside in sorted(path.rglob("*"), reverse=True):
+        inside.rmdir()
     path.rmdir()
 
 
@@ -242,7 +242,7 @@ def test_a_full_disk_is_told(home, last, monkeypatch):
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(module.tempfile, "mkdtemp", full)
-    told = rf"no directory can be made in {last} \(No space left on device\)"
-    with pytest.raises(ClusterError, match=told) as caught, private_ray({}):
+    reason = rf"no directory can be made in {last} \(No space left on device\)"
+    with pytest.raises(ClusterError, match=reason) as caught, private_ray({}):
         pass
     assert caught.value.exit_code == 3

@@ -24,8 +24,8 @@ def opened() -> Iterator[object]:
         gang = [Rank(run, index) for index in range(2)]
         ranks.extend(gang)
         settings = [RankSettings(index, 2, generation, 1.0, 1, "cpu", False, 1000) for index in range(2)]
-        descriptors = [rank.open(each) for rank, each in zip(gang, settings, strict=True)]
-        assert all(isinstance(each, dict) for each in descriptors)
+        descriptors = [rank.open(item) for rank, item in zip(gang, settings, strict=True)]
+        assert all(isinstance(item, dict) for item in descriptors)
         return gang[0], descriptors  # type: ignore[return-value]
 
     yield go
@@ -41,15 +41,15 @@ def refusal(rank: Rank, descriptors: list[Descriptor]) -> str:
 
 
 def test_a_descriptor_of_another_run(opened) -> None:
-    rank, mine = opened("quickstart-20261123T070000Z-abcd")
+    rank, own = opened("quickstart-20261123T070000Z-abcd")
     _, theirs = opened("quickstart-20261123T070000Z-wxyz")
-    assert "name is quickstart-20261123T070000Z-wxyz on rank 1" in refusal(rank, [mine[0], theirs[1]])
+    assert "name is quickstart-20261123T070000Z-wxyz on rank 1" in refusal(rank, [own[0], theirs[1]])
 
 
 def test_a_descriptor_of_an_earlier_generation(opened) -> None:
-    rank, mine = opened("run", generation=1)
+    rank, own = opened("run", generation=1)
     _, earlier = opened("run", generation=0)
-    assert "generation is 0 on rank 1 and 1 on rank 0" in refusal(rank, [mine[0], earlier[1]])
+    assert "generation is 0 on rank 1 and 1 on rank 0" in refusal(rank, [own[0], earlier[1]])
 
 
 def test_all_descriptors_of_another_gang(opened) -> None:
@@ -68,9 +68,9 @@ def test_all_descriptors_of_another_gang(opened) -> None:
     ],
 )
 def test_a_descriptor_that_was_changed_on_the_way(opened, change, says) -> None:
-    rank, mine = opened("run")
-    message = refusal(rank, [mine[0], mine[1] | change])
-    assert any(each in message for each in says.split("|")), message
+    rank, own = opened("run")
+    message = refusal(rank, [own[0], own[1] | change])
+    assert any(reason in message for reason in says.split("|")), message
 
 
 def test_silence_counts_from_the_last_poll() -> None:

@@ -168,21 +168,21 @@ def test_the_table_is_fit_for_ray_and_prometheus() -> None:
 
 def test_progress_that_stands_still_is_told_again(monkeypatch: pytest.MonkeyPatch) -> None:
     """So that the log of a run shows that it is alive."""
-    told: list[Message] = []
+    sent: list[Message] = []
     now = Progressed("case", 3, 9, 0.1)
     gang = SimpleNamespace(take_finished=list, take_reports=list, shifts={}, generation=0, progress=now)
     clock = [100.0]
     monkeypatch.setattr(driver.time, "monotonic", lambda: clock[0])
     job = Job.model_validate({"name": "test", "workload": "exchange"})
-    run = driver.Driver(driver.RunOrder(job, "a-run", None), told.append, lambda: None)
+    run = driver.Driver(driver.DriverSettings(job, "a-run", None), sent.append, lambda: None)
     run.gang = gang  # type: ignore[assignment]
     for seconds in (0.0, 1.0, 3.0, 2.0, 1.0):
         clock[0] += seconds
         run._send_progress()
-    assert told == [now, now]
+    assert sent == [now, now]
     gang.progress = Progressed("case", 4, 9, 0.1)
     run._send_progress()
-    assert told[2:] == [gang.progress]
+    assert sent[2:] == [gang.progress]
 
 
 # Reports of a rank.
@@ -195,8 +195,8 @@ def test_reports_wait_until_they_are_taken_and_their_number_is_bounded() -> None
     waiting, number = reports.after(0)
     assert (len(waiting), waiting[0].name, number) == (MOST_REPORTS, "5", MOST_REPORTS + 5)
     reports.add(Span("last", 0.0, 1.0))
-    assert [each.name for each in reports.after(number)[0]] == ["last"]
-    assert [each.name for each in reports.after(number)[0]] == ["last"], "an answer that was lost is given again"
+    assert [span.name for span in reports.after(number)[0]] == ["last"]
+    assert [span.name for span in reports.after(number)[0]] == ["last"], "an answer that was lost is given again"
 
 
 def test_a_ranks_log_begins_each_line_with_the_rank(capsys: pytest.CaptureFixture[str]) -> None:
@@ -248,8 +248,8 @@ def test_blocks_say_what_was_done_and_when(pool: RankPool) -> None:
             assert block.began < block.ended < block.met
             assert all(block.began <= began < ended <= block.ended for _, began, ended in block.verified)
         assert all(before.met <= after.began for before, after in pairwise(blocks))
-    for mine, other in zip(*by_rank, strict=True):
-        assert mine.met > other.ended and other.met > mine.ended
+    for block, other in zip(*by_rank, strict=True):
+        assert block.met > other.ended and other.met > block.ended
 
 
 def loads(world: World, ids: list[list[list[int]]]) -> tuple[list[float], float | None]:
@@ -265,10 +265,10 @@ def loads(world: World, ids: list[list[list[int]]]) -> tuple[list[float], float 
 def test_the_load_of_experts_is_that_of_all_ranks(pool: RankPool) -> None:
     """Over all ranks' tokens and all draws; also with more experts than one message holds."""
     ids = [[[0, 15_000], [0, 15_001]], [[0, -1], [-1, 15_001]]]  # each rank: 3 rows of expert 0, 2 of 15001; 6 in all
-    (first, mine), (second, theirs) = pool.run(2, loads, ids)
+    (first, ours), (second, theirs) = pool.run(2, loads, ids)
     assert first == second and len(first) == 20_000
     assert {expert: rows for expert, rows in enumerate(first) if rows} == {0: 3.0, 15_000: 1.0, 15_001: 2.0}
-    assert [mine, theirs] == pytest.approx([20_000 * 6 / 12, 20_000 * 4 / 12])
+    assert [ours, theirs] == pytest.approx([20_000 * 6 / 12, 20_000 * 4 / 12])
 
 
 # Ranges for Nsight Systems.
@@ -304,19 +304,19 @@ def test_phases_are_ranges_on_a_gpu_alone(ranges: list[str], monkeypatch: pytest
 # Spans and the trace.
 
 
-def watch(told: list[Message]) -> RunWatch:
-    return RunWatch("a-run", 2, 3, told.append, profile=True)
+def watch(sent: list[Message]) -> RunWatch:
+    return RunWatch("a-run", 2, 3, sent.append, profile=True)
 
 
 def test_spans_of_the_driver_are_the_supervisors_phases() -> None:
-    told: list[Message] = []
-    watched, state = watch(told), sv.State(ranks=2, restarts_left=1)
+    sent: list[Message] = []
+    watched, state = watch(sent), sv.State(ranks=2, restarts_left=1)
     for event in (sv.Placed(), sv.Tick(), sv.Started(), sv.Wired(), sv.Lost(1, "x"), sv.Lost(0, "y"), sv.Cleared()):
         after, _ = sv.decide(state, event, 0.0)
         watched.on(event, state, after)
         state = after
     watched.send_spans()
-    (message,) = told
+    (message,) = sent
     assert isinstance(message, Profiled) and message.process == "driver" and message.host == boot_id()
     assert [(span.name, span.generation) for span in message.spans] == [
         (phase, 0) for phase in ("placing", "starting", "wiring", "running", "ending", "clearing")
@@ -325,27 +325,27 @@ def test_spans_of_the_driver_are_the_supervisors_phases() -> None:
 
 
 def test_without_profile_no_span_is_sent() -> None:
-    told: list[Message] = []
-    watched = RunWatch("a-run", 2, 3, told.append, profile=False)
+    sent: list[Message] = []
+    watched = RunWatch("a-run", 2, 3, sent.append, profile=False)
     watched.report(0, 0, progress())
     watched.report(0, 0, Span("case x", 1.0, 2.0))
     watched.send_spans()
-    assert told == []
+    assert sent == []
 
 
 def test_the_clock_of_another_host_is_shifted_by_the_quickest_answer(tmp_path: Path) -> None:
     """The driver's clock shows 100 when the ranks' shows 5000. A slow answer must not replace a quick one."""
-    told: list[Message] = []
-    watched = watch(told)
-    for rank, (asked, there, answered) in enumerate([(99.0, 5000.0, 101.5), (100.0, 5000.01, 100.02)]):
-        watched.clock(rank, "other", ClockShift.of_answer(asked, there, answered))
+    messages: list[Message] = []
+    watched = watch(messages)
+    for rank, (sent, there, answered) in enumerate([(99.0, 5000.0, 101.5), (100.0, 5000.01, 100.02)]):
+        watched.clock(rank, "other", ClockShift.of_answer(sent, there, answered))
     watched.clock(0, "other", ClockShift.of_answer(98.0, 5000.0, 105.0))
     for rank in (0, 1):
         watched.report(rank, 0, Span("case x", 5001.0 + rank, 5003.0))
     watched.on(sv.Placed(), sv.State(2, 0), sv.State(2, 0, sv.Phase.STARTING))
     watched.send_spans()
     chrome = ChromeTrace("a-run")
-    for message in told:
+    for message in messages:
         assert isinstance(message, Profiled)
         chrome.add(message.process, message.host, message.spans)
         chrome.shift(message.host, message.shift.seconds, message.shift.error)
@@ -353,7 +353,7 @@ def test_the_clock_of_another_host_is_shifted_by_the_quickest_answer(tmp_path: P
     began = {event["pid"]: event["ts"] for event in document["traceEvents"] if event["name"] == "case x"}
     assert sorted(began.values())[1] - sorted(began.values())[0] == pytest.approx(1e6)
     assert document["otherData"]["clock_error_us"] == pytest.approx(10_000)
-    shifts = {message.host: message.shift.seconds for message in told if isinstance(message, Profiled)}
+    shifts = {message.host: message.shift.seconds for message in messages if isinstance(message, Profiled)}
     assert shifts == {boot_id(): 0.0, "other": pytest.approx(-4900.0)}
 
 

@@ -185,7 +185,7 @@ class SlowMeeting:
         return self
 
     def __getattr__(self, name: str) -> Any:
-        return SimpleNamespace(remote=lambda *given: self.calls.append((name, *given)))
+        return SimpleNamespace(remote=lambda *arguments: self.calls.append((name, *arguments)))
 
 
 def test_a_rank_that_gives_up_leaves_no_descriptor_in_a_late_meeting(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -195,6 +195,6 @@ def test_a_rank_that_gives_up_leaves_no_descriptor_in_a_late_meeting(monkeypatch
     visit = joining._JoiningRank(Member(0, 2, timeout_s=0.05))
     with World.open(0, 2) as world, pytest.raises(WiringError, match=r"no meeting actor answered within 0\.05 s"):
         visit.enter(world.descriptor(), None)
-    for name, *given in slow.calls:
-        getattr(meeting, name)(*given)
+    for name, *arguments in slow.calls:
+        getattr(meeting, name)(*arguments)
     assert meeting.entries == {}

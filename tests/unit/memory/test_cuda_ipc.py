@@ -130,13 +130,13 @@ def node() -> Iterator[Node]:
 
 
 def open_worlds(node: Node, size: int, timeout_s: float = 10.0, **fails: Callable[[str], int]) -> list[World]:
-    made = []
+    worlds = []
     for rank in range(size):
         gpu = FakeGpu(node, rank, fails.get(f"rank{rank}"))
-        made.append(World(Member(rank, size, name="test", timeout_s=timeout_s, device="cuda"), gpu))
-        assert made[rank]._gpu is not None
-        made[rank]._gpu._retry_s = 0.05
-    return made
+        worlds.append(World(Member(rank, size, name="test", timeout_s=timeout_s, device="cuda"), gpu))
+        assert worlds[rank]._gpu is not None
+        worlds[rank]._gpu._retry_s = 0.05
+    return worlds
 
 
 def wire_worlds(node: Node, size: int, timeout_s: float = 10.0, **fails: Callable[[str], int]) -> list[World]:
@@ -147,9 +147,9 @@ def wire_worlds(node: Node, size: int, timeout_s: float = 10.0, **fails: Callabl
 
 
 def allocate_heaps(worlds: list[World], what: str = "rows") -> list[DeviceHeap]:
-    made = each(worlds, lambda world: world.allocate(ROWS, what, where="device"))
-    assert all(isinstance(heap, DeviceHeap) for heap in made), made
-    return made
+    heaps = each(worlds, lambda world: world.allocate(ROWS, what, where="device"))
+    assert all(isinstance(heap, DeviceHeap) for heap in heaps), heaps
+    return heaps
 
 
 # Ranks and their GPUs
@@ -235,14 +235,14 @@ def test_memory_is_zeroed_and_synchronised_before_it_is_exported(node: Node) -> 
 @pytest.mark.parametrize("size", [1, 2, 3])
 def test_every_rank_writes_into_the_heap_of_every_peer(node: Node, size: int) -> None:
     worlds = wire_worlds(node, size)
-    made = allocate_heaps(worlds)
-    assert [heap.nbytes for heap in made] == [GRANULE] * size
-    for rank, heap in enumerate(made):
+    heaps = allocate_heaps(worlds)
+    assert [heap.nbytes for heap in heaps] == [GRANULE] * size
+    for rank, heap in enumerate(heaps):
         for peer in range(size):
             heap.set_word("flag", rank, 10 * rank + peer, peer)
             assert heap.address("rows", peer) - heap.base(peer) == ROWS.find("rows").offset
         assert heap.address("rows") == heap.address("rows", rank)
-    for rank, heap in enumerate(made):
+    for rank, heap in enumerate(heaps):
         assert [heap.word("flag", writer) for writer in range(size)] == [10 * writer + rank for writer in range(size)]
     assert len(node.calls_of("map")) == size * (size - 1)  # each peer once, the rank's own heap never
     close(worlds)
@@ -255,10 +255,10 @@ def test_every_mapping_is_closed_before_any_memory_is_freed(node: Node) -> None:
     close(worlds)  # the fake driver reports a free while a peer maps the memory
     assert (node.live, node.mapped) == ({}, {})
     for rank in range(3):
-        mine = [line[1] for line in node.call_log if line[0] == rank]
-        assert mine.count("unmap") == 4
-        assert mine[-3:] == ["free", "free", "close"]
-        assert mine[mine.index("unmap") - 1] == "synchronise"  # the device's pending work has ended
+        calls = [line[1] for line in node.call_log if line[0] == rank]
+        assert calls.count("unmap") == 4
+        assert calls[-3:] == ["free", "free", "close"]
+        assert calls[calls.index("unmap") - 1] == "synchronise"  # the device's pending work has ended
     with pytest.raises(WiringError, match="this heap is closed"):
         first[0].address("rows")
     with pytest.raises(WiringError, match="this heap is closed"):
@@ -269,30 +269,30 @@ def test_every_mapping_is_closed_before_any_memory_is_freed(node: Node) -> None:
 def test_heaps_may_be_closed_in_any_order(order: list[tuple[int, int]]) -> None:
     node = Node()
     worlds = wire_worlds(node, 2)
-    made = [allocate_heaps(worlds, what) for what in ("first", "second")]
-    orders = [[heap for rank, heap in order if rank == mine] for mine in range(2)]
-    each(worlds, lambda world: [made[heap][world.rank].unmap_peers() for heap in orders[world.rank]])
+    heaps = [allocate_heaps(worlds, what) for what in ("first", "second")]
+    orders = [[heap for rank, heap in order if rank == closing] for closing in range(2)]
+    each(worlds, lambda world: [heaps[heap][world.rank].unmap_peers() for heap in orders[world.rank]])
     close(worlds)
     assert (node.violations, node.live, node.mapped) == ([], {}, {})
 
 
 def test_a_heap_is_freed_once_all_ranks_close_it(node: Node) -> None:
     worlds = wire_worlds(node, 2)
-    made = allocate_heaps(worlds)
-    together([heap.close for heap in made])
+    heaps = allocate_heaps(worlds)
+    together([heap.close for heap in heaps])
     assert (node.live, node.mapped) == ({}, {})
-    made[0].close()
+    heaps[0].close()
     close(worlds)
 
 
 def test_a_heap_closed_by_one_rank_is_freed_after_the_other_closes(node: Node, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("raymoe.memory.heap.CLOSING_S", 0.05)
     worlds = wire_worlds(node, 2)
-    made = allocate_heaps(worlds)
-    made[0].close()
+    heaps = allocate_heaps(worlds)
+    heaps[0].close()
     assert len(node.live) == 2
-    made[1].set_word("flag", 1, 7, peer=0)  # rank 0's memory still exists
-    made[1].close()
+    heaps[1].set_word("flag", 1, 7, peer=0)  # rank 0's memory still exists
+    heaps[1].close()
     assert len(node.live) == 1
     assert len(allocate_heaps(worlds, "next")) == 2
     assert len(node.live) == 2  # rank 0 freed the old one when it made the new one
@@ -328,7 +328,7 @@ def test_memory_is_freed_after_the_last_tensor_that_needs_it(node: Node) -> None
 @pytest.mark.parametrize("call", ["allocate", "zero", "synchronise", "export"])
 def test_an_allocation_that_fails_half_way_frees_all_memory(node: Node, call: str) -> None:
     failing = {"now": False}
-    worlds = wire_worlds(node, 3, rank1=lambda asked: 999 if asked == call and failing["now"] else 0)
+    worlds = wire_worlds(node, 3, rank1=lambda name: 999 if name == call and failing["now"] else 0)
     failing["now"] = True
     outcomes = each(worlds, lambda world: world.allocate(ROWS, "rows", where="device"))
     failing["now"] = False
@@ -342,7 +342,7 @@ def test_an_allocation_that_fails_half_way_frees_all_memory(node: Node, call: st
 
 def test_all_ranks_free_their_memory_if_one_cannot_map(node: Node) -> None:
     failing = {"code": NOT_SUPPORTED}
-    worlds = wire_worlds(node, 3, rank2=lambda asked: failing["code"] if asked == "map" else 0)
+    worlds = wire_worlds(node, 3, rank2=lambda name: failing["code"] if name == "map" else 0)
     outcomes = each(worlds, lambda world: world.allocate(ROWS, "rows", where="device"))
     assert all(isinstance(outcome, WiringError) for outcome in outcomes)
     assert "could not be mapped on GPU uuid-2: map failed: CODE_801; MIG" in str(outcomes[0])
@@ -358,11 +358,11 @@ def test_the_proof_detects_a_mapping_of_the_wrong_peer(node: Node) -> None:
     gpu = worlds[0]._gpu
     assert gpu is not None
     real = gpu.device.map
-    given: list[bytes] = []
+    handles: list[bytes] = []
 
     def crossed(handle: bytes) -> int:  # the second mapping of rank 0 repeats its first
-        given.append(handle)
-        return real(handle if len(given) == 1 else given[0])
+        handles.append(handle)
+        return real(handle if len(handles) == 1 else handles[0])
 
     gpu.device.map = crossed
     outcomes = each(worlds, lambda world: world.allocate(ROWS, "rows", where="device"))

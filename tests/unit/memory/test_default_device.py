@@ -24,7 +24,7 @@ def test_an_exchange_of_cpu_ranks_ignores_the_default_device(backend: str, dtype
             got = exchange.dispatch(x * value, ids, weights)
             y = exchange.combine(got.x, got)
             places = (y, got.x, got.expert_counts, got.expert_offsets)
-            assert {str(made.device) for made in places} == {"cpu"}
+            assert {str(place.device) for place in places} == {"cpu"}
             assert torch.equal(y[:, 0], torch.tensor([1.0, 1.0, 0.5], dtype=y.dtype, device="cpu")) == (value == 1.0)
     close([world])
 

@@ -124,10 +124,10 @@ def absent(rank: int, missing: int) -> Any:
 
 @pytest.mark.parametrize("missing", [1, 2])
 def test_a_missing_rank_is_named_by_ranks_of_both_domains(groups: Groups, missing: int) -> None:
-    for rank, found in enumerate(groups(4, absent, missing)):
+    for rank, outcome in enumerate(groups(4, absent, missing)):
         if rank != missing:
-            assert found[:3] == (rank, missing, "all")
-            assert 0.9 < found[3] < 4
+            assert outcome[:3] == (rank, missing, "all")
+            assert 0.9 < outcome[3] < 4
 
 
 def aborted(rank: int) -> Any:
@@ -150,8 +150,8 @@ def aborted(rank: int) -> Any:
 
 
 def test_an_abort_ends_a_round_and_names_the_rank_waited_for(groups: Groups) -> None:
-    for rank, found in enumerate(groups(4, aborted)[:3]):
-        seen, peer, said, took = found
+    for rank, outcome in enumerate(groups(4, aborted)[:3]):
+        seen, peer, said, took = outcome
         assert (seen, peer) == ([("stopped", 3)], 3) if rank < 2 else peer == 3
         assert said == f"rank {rank} was told to stop: enough"
         assert took < 4
@@ -259,29 +259,29 @@ def test_a_store_that_failed_is_not_asked_again() -> None:
 
 def on_gpus(rank: int, uuids: list[str], kinds: list[str]) -> Any:
     """Make a world of domains of one rank on fake GPUs; return its facts, or the error."""
-    made: list[FakeGpu] = []
+    gpus: list[FakeGpu] = []
 
     def fake(ordinal: int) -> FakeGpu:
         assert ordinal == rank + 2
-        made.append(FakeGpu(Node(), rank))
-        made[-1].uuid = uuids[rank]
-        return made[-1]
+        gpus.append(FakeGpu(Node(), rank))
+        gpus[-1].uuid = uuids[rank]
+        return gpus[-1]
 
-    kept, cuda_ipc.GpuMemory.open = cuda_ipc.GpuMemory.open, fake  # type: ignore[assignment,method-assign]
+    real_open, cuda_ipc.GpuMemory.open = cuda_ipc.GpuMemory.open, fake  # type: ignore[assignment,method-assign]
     try:
         with World.of(device=f"cuda:{rank + 2}" if kinds[rank] == "cuda" else "cpu", domain=1) as world:
-            found = str(world.device), str(world.domain.device), world.swap(rank, "who"), [gpu.is_open for gpu in made]
-        return *found, [gpu.node.calls_of("close") for gpu in made]
+            seen = str(world.device), str(world.domain.device), world.swap(rank, "who"), [gpu.is_open for gpu in gpus]
+        return *seen, [gpu.node.calls_of("close") for gpu in gpus]
     except WiringError as error:
         return str(error)
     finally:
-        cuda_ipc.GpuMemory.open = kept  # type: ignore[method-assign]
+        cuda_ipc.GpuMemory.open = real_open  # type: ignore[method-assign]
 
 
 def test_gpu_ranks_of_several_domains_use_the_gpu_of_their_domain(groups: Groups) -> None:
-    for rank, found in enumerate(groups(2, on_gpus, ["a", "b"], ["cuda", "cuda"])):
+    for rank, seen in enumerate(groups(2, on_gpus, ["a", "b"], ["cuda", "cuda"])):
         name = f"cuda:{rank + 2}"
-        assert found == (name, name, [0, 1], [True], [[(rank, "close")]])
+        assert seen == (name, name, [0, 1], [True], [[(rank, "close")]])
 
 
 def test_ranks_of_two_domains_on_one_gpu_are_refused_and_so_are_two_kinds_of_ranks(groups: Groups) -> None:

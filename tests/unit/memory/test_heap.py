@@ -17,8 +17,8 @@ regions = st.lists(st.tuples(shapes, st.sampled_from(sorted(ITEM_BYTES))), min_s
 
 
 @given(regions)
-def test_regions_are_aligned_disjoint_and_inside_the_layout(made: list[Region]) -> None:
-    layout = Layout.of(made)
+def test_regions_are_aligned_disjoint_and_inside_the_layout(regions: list[Region]) -> None:
+    layout = Layout.of(regions)
     end = 0
     for placed in layout.placed:
         assert placed.offset % ALIGNMENT == 0
@@ -30,12 +30,12 @@ def test_regions_are_aligned_disjoint_and_inside_the_layout(made: list[Region]) 
 
 
 @given(regions, st.integers(0, 7))
-def test_different_layouts_have_different_hashes(made: list[Region], which: int) -> None:
-    assert Layout.of(made).hash == Layout.of(list(made)).hash
-    which %= len(made)
-    other = list(made)
-    other[which] = Region(made[which].name, (*made[which].shape, 2), made[which].dtype)
-    assert Layout.of(made).hash != Layout.of(other).hash
+def test_different_layouts_have_different_hashes(regions: list[Region], which: int) -> None:
+    assert Layout.of(regions).hash == Layout.of(list(regions)).hash
+    which %= len(regions)
+    other = list(regions)
+    other[which] = Region(regions[which].name, (*regions[which].shape, 2), regions[which].dtype)
+    assert Layout.of(regions).hash != Layout.of(other).hash
 
 
 def test_words_of_different_writers_are_128_bytes_apart() -> None:

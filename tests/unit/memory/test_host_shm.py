@@ -52,9 +52,9 @@ def is_mapped(name: str) -> bool:
 
 @pytest.fixture
 def segment():
-    made = host_shm.own("raymoe-unit", 8192)
-    yield made
-    made.close()
+    memory = host_shm.own("raymoe-unit", 8192)
+    yield memory
+    memory.close()
 
 
 def test_a_peer_writes_and_the_owner_reads(segment) -> None:

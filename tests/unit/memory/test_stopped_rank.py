@@ -60,14 +60,14 @@ MOMENTS: dict[str, Callable[[], AbstractContextManager[object]]] = {
 def make_an_exchange(outer: World, store: str, stopped: int, moment: str) -> Any:
     """Return the rank that this rank's error names, and its time. When all have one, the stopped rank is killed."""
     pids = outer.swap(os.getpid(), "pids")
-    found = with_group(outer, store, _make_an_exchange, stopped, moment)
+    outcome = with_group(outer, store, _make_an_exchange, stopped, moment)
     Path(f"{store} {outer.rank}").touch()
     if outer.rank == (stopped + 1) % RANKS:
         others, end = [rank for rank in range(RANKS) if rank != stopped], time.monotonic() + 20
         while not all(Path(f"{store} {rank}").exists() for rank in others) and time.monotonic() < end:
             time.sleep(0.01)
         os.kill(int(str(pids[stopped])), signal.SIGKILL)
-    return found
+    return outcome
 
 
 def _make_an_exchange(rank: int, stopped: int, moment: str) -> tuple[int, str, float]:
@@ -90,8 +90,8 @@ def limit_of(moment: str) -> float:
 )
 def test_a_rank_that_stops_is_named_by_the_others_in_time(tmp_path: Path, stopped: int, moment: str) -> None:
     with RankPool(RANKS) as own:
-        found = own.outcomes(RANKS, make_an_exchange, str(tmp_path / "store"), stopped, moment)
-    for rank, outcome in enumerate(found):
+        outcomes = own.outcomes(RANKS, make_an_exchange, str(tmp_path / "store"), stopped, moment)
+    for rank, outcome in enumerate(outcomes):
         if rank != stopped:
             assert isinstance(outcome, tuple), outcome
             peer, said, took = outcome
@@ -114,8 +114,8 @@ def connect_without_an_interface(rank: int) -> Any:
 
 
 def test_a_rank_on_which_gloo_fails_fails_all(groups: Groups) -> None:
-    (_, first), (_, second), (_, third) = found = [said for said, _ in groups(3, connect_without_an_interface)]
-    assert {kind for kind, _ in found} == {WiringError.__name__}
+    (_, first), (_, second), (_, third) = errors = [said for said, _ in groups(3, connect_without_an_interface)]
+    assert {kind for kind, _ in errors} == {WiringError.__name__}
     assert second == "rail did not connect at 127.0.0.1: no device"
     assert first == third
     assert first.startswith("rail did not connect at 127.0.0.1: ")

@@ -151,14 +151,14 @@ def test_wrong_arguments_of_a_world_are_refused(wrong: dict, says: str) -> None:
 def test_a_forked_process_cannot_use_the_world() -> None:
     [world] = wired(1)
     exchange = Exchange(world, ExchangeSpec(tokens=2, hidden=16, experts=2, topk=1))
-    given = torch.ones(2, 16, dtype=torch.bfloat16), torch.zeros(2, 1, dtype=torch.int64), torch.ones(2, 1)
+    tensors = torch.ones(2, 16, dtype=torch.bfloat16), torch.zeros(2, 1, dtype=torch.int64), torch.ones(2, 1)
     child = os.fork()
     if child == 0:
         with contextlib.suppress(BaseException):
             with pytest.raises(WiringError, match=f"its world is that of process {os.getppid()}, which this one was"):
                 world.swap("child", "test")
             with pytest.raises(ConfigError, match="its world is closed"):
-                exchange.dispatch(*given)
+                exchange.dispatch(*tensors)
             exchange.close()
             world.close()
             os._exit(7)
@@ -166,7 +166,7 @@ def test_a_forked_process_cannot_use_the_world() -> None:
     _, status = os.waitpid(child, 0)
     assert os.waitstatus_to_exitcode(status) == 7
     assert world.swap("parent", "test") == ["parent"]
-    exchange.dispatch(*given)
+    exchange.dispatch(*tensors)
     exchange.close()
     close([world])
 
@@ -244,8 +244,8 @@ def test_swaps_out_of_order_raise_and_name_both_ranks(three_worlds: list[World])
 def test_swaps_may_have_any_name(three_worlds: list[World], what: str) -> None:
     assert each(three_worlds, lambda world: world.swap(world.rank, what)) == [[0, 1, 2]] * 3
     names = (what, what, f"b{what}")
-    told = errors(each(three_worlds, lambda world: world.swap(world.rank, names[world.rank])), ConfigError)
-    assert all("all ranks must call in one order" in said for said in told)
+    texts = errors(each(three_worlds, lambda world: world.swap(world.rank, names[world.rank])), ConfigError)
+    assert all("all ranks must call in one order" in said for said in texts)
 
 
 def test_a_swap_name_differs_from_its_prefix(three_worlds: list[World]) -> None:
@@ -294,10 +294,10 @@ def test_abort_ends_the_current_wait_and_every_later_one() -> None:
             worlds[0].barrier("sync")
         return str(caught.value), time.monotonic()
 
-    (message, ended), asked = together([wait, end_it])
+    (message, ended), aborted = together([wait, end_it])
     assert message == "rank 0 was told to stop: rank 1 died"
     assert seen == [("sync", 1)]
-    assert ended - asked < 0.25  # about a millisecond on an idle machine
+    assert ended - aborted < 0.25  # about a millisecond on an idle machine
     assert worlds[0].waiting is None
     with pytest.raises(Aborted):
         worlds[0].swap(1, "later")
@@ -376,17 +376,17 @@ def test_a_barrier_before_the_wiring_is_refused() -> None:
 
 
 def test_an_abort_calls_its_registered_functions_once() -> None:
-    told: list[str] = []
+    reasons: list[str] = []
     with World.open(rank=0, size=1) as world:
         world.wire([world.descriptor()])
-        world.waiter.on_abort(told.append)
-        forget = world.waiter.on_abort(lambda reason: told.append(f"forgotten: {reason}"))
+        world.waiter.on_abort(reasons.append)
+        forget = world.waiter.on_abort(lambda reason: reasons.append(f"forgotten: {reason}"))
         forget()
         world.abort("enough")
         world.abort("again")
-        assert told == ["enough"]
-        world.waiter.on_abort(told.append)
-        assert told == ["enough", "again"], "a function registered after the abort is called at once"
+        assert reasons == ["enough"]
+        world.waiter.on_abort(reasons.append)
+        assert reasons == ["enough", "again"], "a function registered after the abort is called at once"
 
 
 def test_different_code_has_a_different_hash(tmp_path: Path) -> None:
@@ -420,9 +420,9 @@ class SharedObject:
 @pytest.mark.parametrize("together", [True, False])
 def test_a_shared_object_is_made_once_and_closed_with_the_world(together: bool) -> None:
     worlds = wired(2)
-    made = each(worlds, lambda world: (world.shared(SharedObject), world.shared(SharedObject)))
-    assert all(first is second for first, second in made)
-    assert made[0][0] is not made[1][0]
+    pairs = each(worlds, lambda world: (world.shared(SharedObject), world.shared(SharedObject)))
+    assert all(first is second for first, second in pairs)
+    assert pairs[0][0] is not pairs[1][0]
     for _ in range(2):
         each(worlds, lambda world: world.close(together=together))
-    assert [first.closed for first, _ in made] == [[together]] * 2
+    assert [first.closed for first, _ in pairs] == [[together]] * 2

@@ -22,9 +22,9 @@ WORDS = Layout.of([Region.words("from", 4)])
 
 
 def group_of(world: World, ranks: list[int]) -> World:
-    made = world.group(ranks)
-    assert made is not None
-    return made
+    group = world.group(ranks)
+    assert group is not None
+    return group
 
 
 def write_within(world: World, ranks: list[int]) -> Any:
@@ -48,17 +48,17 @@ def test_a_group_has_its_own_rank_numbers_swaps_and_memory(pool: RankPool) -> No
 
 def exchange_within(world: World, groups: list[list[int]], case: Case) -> tuple[int, list[Result]]:
     """Run an exchange over the whole world and one over this rank's group in turns; return the group's results."""
-    mine = next(ranks for ranks in groups if world.rank in ranks)
-    made = [world.group(ranks) for ranks in groups]
-    group = made[groups.index(mine)]
+    own = next(ranks for ranks in groups if world.rank in ranks)
+    parts = [world.group(ranks) for ranks in groups]
+    group = parts[groups.index(own)]
     assert group is not None
-    assert [each is None for each in made] == [ranks is not mine for ranks in groups]
-    whole_world_case, found = Case(world.size, case.spec, case.backend, case.routing, case.seed), []
+    assert [part is None for part in parts] == [ranks is not own for ranks in groups]
+    whole_world_case, results = Case(world.size, case.spec, case.backend, case.routing, case.seed), []
     with Exchange(world, case.spec, case.backend) as all_ranks, Exchange(group, case.spec, case.backend) as ours:
         for step in range(len(case.routing)):
             run_step(all_ranks, whole_world_case, batches(whole_world_case, step)[world.rank])
-            found.append(run_step(ours, case, batches(case, step)[group.rank]))
-    return group.rank, found
+            results.append(run_step(ours, case, batches(case, step)[group.rank]))
+    return group.rank, results
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
