@@ -46,12 +46,12 @@ def layer_job(ranks: int = 2, kind: str = "sigmoid", **asked: Any) -> dict[str, 
 @pytest.mark.parametrize("ranks", [1, 4])
 @pytest.mark.parametrize("kind", ROUTERS)
 def test_a_layer_gives_a_verified_line_for_the_step_and_each_part(pool: RankPool, ranks: int, kind: str) -> None:
-    for attempt in range(3):  # other processes can disturb every sample of one run
+    for attempt in range(6):  # other processes can disturb every sample of one run
         lines = run(pool, layer_job(ranks, kind, shared=48))
         assert [line["op"] for line in lines] == ["step", *FORWARD]
         assert all(line["verified"] and line["routing"] == kind for line in lines)
         step, *parts = (line["us_min"] for line in lines)
-        if (undisturbed := max(parts) < step and sum(parts) > 0.5 * step) or attempt == 2:
+        if (undisturbed := max(parts) < step and sum(parts) > 0.5 * step) or attempt == 5:
             break
     assert undisturbed, (step, parts)
     assert [line["op"] for line in lines if line["bytes_wire"]] == (
