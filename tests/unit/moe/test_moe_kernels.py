@@ -14,10 +14,10 @@ from raymoe.moe import add_rms_norm, layer_norm, rms_norm, swiglu
 from raymoe.moe import experts as experts_of_a_layer
 from raymoe.moe.experts import Experts, ModelWeights
 from raymoe.rows import kernels, pipe, pipe_backward, pipe_pieces, pipe_shape
-from raymoe.workload.exchange.gpu import dequantised
+from raymoe.workload.exchange.gpu_exchange import dequantised
 from raymoe.workload.pointwise import operations
 from raymoe.workload.pointwise.operations import RowSizes
-from raymoe.workload.pointwise.systems import SYSTEMS, Task
+from raymoe.workload.pointwise.row_systems import SYSTEMS, Task
 from tests.emulator.build import compiler
 from tests.unit.rows.emulated_pipe import run_call, tensors_of
 
