@@ -1,6 +1,6 @@
 """Run the cases of a job on a rank: a folder for each workload, `compare/` for baselines and other systems.
 
-Read first: `measure.py` (the loop of steps), `clock.py` (the time of an operation), `exchange/run.py` (a workload).
+Read first: `measure.py` (the loop of steps), `clock.py` (the time of an operation), `exchange/run_exchange.py`.
 `run_case` imports a workload only when a case needs it, because the driver loads no torch.
 """
 
@@ -27,21 +27,21 @@ def run_case(case: Case, world: World, progress: Callable[[Progress], None]) -> 
             f"set world.ranks to {world.size}, or open a world of {case.job.world.ranks}"
         )
     if case.job.workload == "p2p":
-        from raymoe.workload.p2p.run import run_p2p
+        from raymoe.workload.p2p.run_p2p import run_p2p
 
         return run_p2p(case, world, progress)
     if case.job.workload == "exchange":
-        from raymoe.workload.exchange.run import run_exchange
+        from raymoe.workload.exchange.run_exchange import run_exchange
 
         return run_exchange(case, world, progress)
     if case.job.workload == "overlap":
-        from raymoe.workload.overlap.run import run_overlap
+        from raymoe.workload.overlap.run_overlap import run_overlap
 
         return run_overlap(case, world, progress)
     if case.job.workload == "pointwise":
-        from raymoe.workload.pointwise.run import run_pointwise
+        from raymoe.workload.pointwise.run_pointwise import run_pointwise
 
         return run_pointwise(case, world, progress)
-    from raymoe.workload.layer.run import run_layer
+    from raymoe.workload.layer.run_layer import run_layer
 
     return run_layer(case, world, progress)

@@ -18,7 +18,7 @@ from raymoe.cuda.graph import Graph  # noqa: E402
 from raymoe.errors import Aborted, ConfigError, PeerTimeout  # noqa: E402
 from raymoe.memory.world import World  # noqa: E402
 from raymoe.transport.channels import Channels, ChannelSpec  # noqa: E402
-from raymoe.workload.p2p.gpu import fill_drawn, wrong_bytes  # noqa: E402
+from raymoe.workload.p2p.gpu_copies import fill_drawn, wrong_bytes  # noqa: E402
 from tests.gpu.ranks import GPUS, GpuRanks  # noqa: E402
 
 pytestmark = [

@@ -186,7 +186,7 @@ def run_with_spoilt_rows(world: World, given: dict[str, Any], fault: str) -> lis
                 step.dispatched.x[:2] = step.dispatched.x[:2].flip(0)
             torch.cuda.synchronize()
 
-    from raymoe.workload.exchange.gpu import GpuExchangeStep
+    from raymoe.workload.exchange.gpu_exchange import GpuExchangeStep
 
     steps: list[GpuExchangeStep] = []
     poison = GpuExchangeStep._poison

@@ -13,9 +13,9 @@ from raymoe.errors import ConfigError  # noqa: E402
 from raymoe.moe import add_rms_norm, layer_norm, rms_norm, swiglu  # noqa: E402
 from raymoe.rows import launch  # noqa: E402
 from raymoe.rows.elementwise import add  # noqa: E402
-from raymoe.workload.exchange.gpu import dequantised  # noqa: E402
+from raymoe.workload.exchange.gpu_exchange import dequantised  # noqa: E402
 from raymoe.workload.pointwise.operations import OPERATIONS  # noqa: E402
-from raymoe.workload.pointwise.systems import OWN, SYSTEMS  # noqa: E402
+from raymoe.workload.pointwise.row_systems import OWN, SYSTEMS  # noqa: E402
 from tests.gpu.ranks import NEEDS_GPU  # noqa: E402
 from tests.gpu.test_exchange_workload import run  # noqa: E402
 

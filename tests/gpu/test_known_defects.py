@@ -15,7 +15,7 @@ from raymoe.errors import PeerTimeout
 from raymoe.memory.world import World
 from raymoe.transport.channels import Channels, ChannelSpec
 from raymoe.transport.choice import CANDIDATES, Table, TransportRule
-from raymoe.workload.p2p.gpu import fill_drawn, wrong_bytes
+from raymoe.workload.p2p.gpu_copies import fill_drawn, wrong_bytes
 from tests.gpu.ranks import GPUS, NEEDS_GPU, GpuRanks, RankGone
 
 pytestmark = NEEDS_GPU

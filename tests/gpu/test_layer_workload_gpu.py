@@ -11,7 +11,7 @@ torch = pytest.importorskip("torch")
 
 from raymoe.exchange.choice import FUSED_CAPABILITY  # noqa: E402
 from raymoe.memory.world import World  # noqa: E402
-from raymoe.workload.pointwise.gpu import TorchGraphClock  # noqa: E402
+from raymoe.workload.pointwise.gpu_clock import TorchGraphClock  # noqa: E402
 from tests.gpu.ranks import GPUS, NEEDS_GPU, GpuRanks  # noqa: E402
 from tests.gpu.test_exchange_workload import run  # noqa: E402
 

@@ -7,7 +7,7 @@ import pytest
 pytest.importorskip("torch")
 
 from raymoe.errors import WrongResult
-from raymoe.workload.overlap.run import OPS, Product
+from raymoe.workload.overlap.run_overlap import OPS, Product
 from tests.gpu.ranks import GPUS, NEEDS_GPU
 from tests.gpu.test_exchange_workload import RANKS, job, lines_of, run
 

@@ -22,7 +22,7 @@ from raymoe.exchange.peer.fused import FusedBackend
 from raymoe.exchange.peer.fused_chunks import FusedChunksBackend
 from raymoe.exchange.spec import ExchangeSpec
 from raymoe.memory.world import World
-from raymoe.workload.pointwise.gpu import TorchGraphClock
+from raymoe.workload.pointwise.gpu_clock import TorchGraphClock
 from tests.unit.exchange.domains.domain_reference import ids_inside
 
 PIECE = 1 << 20

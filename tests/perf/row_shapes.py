@@ -23,10 +23,10 @@ from raymoe.errors import ConfigError, RaymoeError
 from raymoe.memory.world import World
 from raymoe.rows import norm_kernels
 from raymoe.rows.pipe_shape import TILE_BYTES, Limits, PipeShape, RowWork, row_shape
-from raymoe.workload.pointwise.gpu import GpuClock
+from raymoe.workload.pointwise.gpu_clock import GpuClock
 from raymoe.workload.pointwise.operations import OPERATIONS, RowSizes, drawn
-from raymoe.workload.pointwise.run import RowClock, RowStep
-from raymoe.workload.pointwise.systems import COPIES, OURS, Task
+from raymoe.workload.pointwise.row_systems import COPIES, OURS, Task
+from raymoe.workload.pointwise.run_pointwise import RowClock, RowStep
 
 NORMS = [op for op in OPERATIONS if "norm" in op]
 
@@ -66,7 +66,7 @@ def shaped(asked: str) -> Iterator[None]:
 def times_of(world: World, clock: RowClock, task: Task, shapes: Sequence[str], rounds: int) -> dict[str, list[float]]:
     """Microseconds of each shape and of the copies, by rounds.
 
-    >>> from raymoe.workload.pointwise.run import CpuClock
+    >>> from raymoe.workload.pointwise.run_pointwise import CpuClock
     >>> sizes = RowSizes(tokens=8, width=64, dtype="bfloat16")
     >>> with World.open(0, 1, device="cpu") as world:
     ...     world.wire([world.descriptor()])

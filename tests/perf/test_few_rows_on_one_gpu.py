@@ -24,7 +24,7 @@ COPY_TBPS = 4.1
 @pytest.fixture(scope="module")
 def clock() -> Any:
     from raymoe.memory.world import World
-    from raymoe.workload.pointwise.gpu import TorchGraphClock
+    from raymoe.workload.pointwise.gpu_clock import TorchGraphClock
 
     with World.open(0, 1, device="cuda") as world:
         world.wire([world.descriptor()])

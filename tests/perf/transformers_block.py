@@ -166,7 +166,7 @@ def _us_of(world: World, layer: MoELayer, work: Work, captured: bool, steps: int
             return (perf_counter_ns() - started) / 1e3
 
         return median([sample() for _ in range(steps + 3)][3:])
-    from raymoe.workload.pointwise.gpu import TorchGraphClock
+    from raymoe.workload.pointwise.gpu_clock import TorchGraphClock
 
     def run() -> None:
         work()

@@ -19,7 +19,7 @@ from raymoe.exchange.nccl.nccl_backends import NcclRounds
 from raymoe.exchange.spec import ExchangeSpec
 from raymoe.memory.world import World
 from raymoe.workload.clock import OpClock, Work, calls_of
-from raymoe.workload.compare.systems import skipped_line
+from raymoe.workload.compare.other_systems import skipped_line
 from raymoe.workload.inputs import Routing, draws_of
 from raymoe.workload.measure import Line, Step, Steps, measure, result_line, shape_keys
 from raymoe.workload.memory_needed import spec_of

@@ -20,7 +20,7 @@ from raymoe.config.resolved import job_from_resolved
 from raymoe.errors import RaymoeError
 from raymoe.memory.world import World
 from raymoe.workload.clock import OpClock, TimedOp, calls_of
-from raymoe.workload.compare.systems import Answer, SystemFacts
+from raymoe.workload.compare.other_systems import Answer, SystemFacts
 from raymoe.workload.inputs import Inputs, Routing
 from raymoe.workload.measure import Line
 from raymoe.workload.memory_needed import spec_of

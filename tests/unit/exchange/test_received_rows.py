@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from raymoe.exchange.backend import Dispatched
-from raymoe.workload.exchange.gpu import received
+from raymoe.workload.exchange.gpu_exchange import received
 
 ROWS, HIDDEN = 5, 320
 

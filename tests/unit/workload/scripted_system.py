@@ -6,7 +6,7 @@ import os
 import time
 from multiprocessing.connection import Connection
 
-from raymoe.workload.compare.systems import Answer, SystemFacts
+from raymoe.workload.compare.other_systems import Answer, SystemFacts
 
 PROGRAM = (
     "import json, sys; sys.path[:] = json.loads(sys.argv[1]); "

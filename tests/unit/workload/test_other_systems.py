@@ -14,9 +14,9 @@ from raymoe.config.sections import WorldSection  # noqa: E402
 from raymoe.exchange.spec import ExchangeSpec  # noqa: E402
 from raymoe.report.results import complete  # noqa: E402
 from raymoe.workload import run_case  # noqa: E402
-from raymoe.workload.compare import nvshmem, systems  # noqa: E402
+from raymoe.workload.compare import nvshmem, other_systems  # noqa: E402
 from raymoe.workload.compare.nvshmem import VdevAllToAll  # noqa: E402
-from raymoe.workload.compare.systems import refusal  # noqa: E402
+from raymoe.workload.compare.other_systems import refusal  # noqa: E402
 from raymoe.workload.inputs import (  # noqa: E402
     Inputs,
     Routing,
@@ -166,8 +166,8 @@ def lines_of(asked: Job) -> list[dict[str, Any]]:
 
 @pytest.fixture
 def scripted(monkeypatch):
-    monkeypatch.setattr(systems, "PROGRAM", scripted_system.PROGRAM)
-    monkeypatch.setattr(systems, "START_S", 20.0)
+    monkeypatch.setattr(other_systems, "PROGRAM", scripted_system.PROGRAM)
+    monkeypatch.setattr(other_systems, "START_S", 20.0)
 
 
 def test_a_working_system_has_lines_like_a_backend(scripted, monkeypatch):
@@ -202,7 +202,7 @@ FAILURES = {
 )
 def test_a_failing_system_gives_a_skipped_line_and_the_run_goes_on(scripted, monkeypatch, script, said):
     if script == "hangs":
-        monkeypatch.setattr(systems, "START_S", 10.0)
+        monkeypatch.setattr(other_systems, "START_S", 10.0)
     [line] = lines_of(job(f"x.{script}.1"))
     assert line["skipped"] == said
     assert (line["backend"], line["samples"], line["us_p50"], line["verified"]) == ("nvshmem", 0, None, None)

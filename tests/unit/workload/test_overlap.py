@@ -22,8 +22,8 @@ from raymoe.workload.inputs import (  # noqa: E402
     Routing,
 )
 from raymoe.workload.memory_needed import device_bytes, spec_of  # noqa: E402
-from raymoe.workload.overlap import run as overlap_run  # noqa: E402
-from raymoe.workload.overlap.run import OPS, OverlapStep  # noqa: E402
+from raymoe.workload.overlap import run_overlap as overlap_run  # noqa: E402
+from raymoe.workload.overlap.run_overlap import OPS, OverlapStep  # noqa: E402
 from tests.unit.report.lines import GPU_SHAPE, SETTING, complete_line  # noqa: E402
 from tests.unit.worlds import close, each, wired  # noqa: E402
 

@@ -17,12 +17,12 @@ from raymoe.report.results import KEYS, complete, decode, encode
 from raymoe.workload import Progress, run_case
 from raymoe.workload.clock import TimedOp
 from raymoe.workload.memory_needed import bytes_per_rank, device_bytes
-from raymoe.workload.pointwise import gpu as pointwise_gpu
-from raymoe.workload.pointwise import run as pointwise_run
-from raymoe.workload.pointwise.gpu import GpuClock
+from raymoe.workload.pointwise import gpu_clock
+from raymoe.workload.pointwise import run_pointwise as pointwise_run
+from raymoe.workload.pointwise.gpu_clock import GpuClock
 from raymoe.workload.pointwise.operations import OPERATIONS, RowSizes, drawn, error_of
-from raymoe.workload.pointwise.run import RowStep
-from raymoe.workload.pointwise.systems import OURS, SYSTEMS, Task, _formula
+from raymoe.workload.pointwise.row_systems import OURS, SYSTEMS, Task, _formula
+from raymoe.workload.pointwise.run_pointwise import RowStep
 from tests.unit.ranks import RankPool
 
 SIZES = RowSizes(tokens=21, width=136, dtype="bfloat16")
@@ -220,7 +220,7 @@ def test_the_clock_of_gpus_verifies_what_a_replay_writes(monkeypatch, spoilt):
     monkeypatch.setattr(torch.cuda, "Stream", Stream)
     monkeypatch.setattr(torch.cuda, "stream", lambda stream: entered.append(stream) or contextlib.nullcontext())
     monkeypatch.setattr(torch.cuda, "current_stream", lambda _: None)
-    monkeypatch.setattr(pointwise_gpu, "TorchGraphClock", GraphClock)
+    monkeypatch.setattr(gpu_clock, "TorchGraphClock", GraphClock)
     world = type("AnyWorld", (), {"device": CPU})()
     task = Task("layer_norm_backward", drawn("layer_norm_backward", SIZES, 0, CPU), SIZES)
     clock = GpuClock(world, tokens=21, graph="auto")

@@ -308,7 +308,7 @@ def test_a_sample_is_the_slowest_ranks_time_and_warmup_is_left_out(pool: RankPoo
 
 
 def host_times_that_differ(world: World) -> object:
-    from raymoe.workload.exchange.run import host_times
+    from raymoe.workload.exchange.run_exchange import host_times
 
     def do_step(index: int, *, verify: bool) -> Step:
         slow = index % 2 == world.rank % 2  # the ranks take turns in being late

@@ -65,7 +65,7 @@ def draws_of_layer(passes: LayerPasses, inputs: Inputs) -> list[Draw]:
 def _step_of(case: Case, world: World, passes: LayerPasses, inputs: Inputs) -> WorkloadStep:
     if world.device.type == "cpu":
         return CpuLayerStep(world, passes, inputs)
-    from raymoe.workload.layer.gpu import GpuLayerStep
+    from raymoe.workload.layer.gpu_layer import GpuLayerStep
 
     return GpuLayerStep(world, passes, inputs, case.job.steps.graph)
 

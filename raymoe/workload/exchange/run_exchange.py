@@ -57,7 +57,7 @@ def run_exchange(case: Case, world: World, progress: Callable[[Progress], None])
     """
     job = case.job
     if job.exchange.backend in OTHER_SYSTEMS:
-        from raymoe.workload.compare.systems import run_other
+        from raymoe.workload.compare.other_systems import run_other
 
         return run_other(case, world, progress)
     if job.exchange.backend == NCCL_BARE:
@@ -118,7 +118,7 @@ def _opening(case: Case, world: World, spec: ExchangeSpec, inputs: Inputs) -> It
             yield ExchangeStep(world, exchange, inputs)
             return
         from raymoe.exchange.peer.workspace import Workspace
-        from raymoe.workload.exchange.gpu import GpuExchangeStep
+        from raymoe.workload.exchange.gpu_exchange import GpuExchangeStep
 
         traced = None
         if steps.trace and not spec.by_copy_engine and world.domains == 1:

@@ -19,7 +19,7 @@ from raymoe.workload.clock import TimedOp, Work, calls_of
 from raymoe.workload.inputs import Batch, Inputs
 from raymoe.workload.layer.passes import LayerPasses, Results
 from raymoe.workload.measure import Line, Step
-from raymoe.workload.pointwise.gpu import TorchGraphClock
+from raymoe.workload.pointwise.gpu_clock import TorchGraphClock
 
 COLD, WARM = "cold", "warm"
 

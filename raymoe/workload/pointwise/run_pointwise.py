@@ -18,7 +18,17 @@ from raymoe.errors import WrongResult, one_line
 from raymoe.memory.world import World
 from raymoe.workload.measure import Line, Samples, Step, Steps, measure, result_line
 from raymoe.workload.pointwise.operations import OPERATIONS, RowSizes, drawn, error_of, poison
-from raymoe.workload.pointwise.systems import COPIES, LIMITED, OURS, OWN, SYSTEMS, Compute, Results, Task, Unavailable
+from raymoe.workload.pointwise.row_systems import (
+    COPIES,
+    LIMITED,
+    OURS,
+    OWN,
+    SYSTEMS,
+    Compute,
+    Results,
+    Task,
+    Unavailable,
+)
 from raymoe.workload.progress import Progress, step_listener
 from raymoe.workload.traffic import Traffic
 
@@ -68,7 +78,7 @@ class _RunContext:
     def clock(self) -> RowClock:
         if self.world.device.type == "cpu":
             return CpuClock(self.world)
-        from raymoe.workload.pointwise.gpu import GpuClock
+        from raymoe.workload.pointwise.gpu_clock import GpuClock
 
         return GpuClock(self.world, self.case.job.shape.tokens, self.case.job.steps.graph)
 

@@ -11,7 +11,7 @@ import torch
 from raymoe.memory.world import World
 from raymoe.workload.clock import OpClock, TimedOp, Work, calls_of
 from raymoe.workload.pointwise.operations import poison
-from raymoe.workload.pointwise.systems import Compute, Results
+from raymoe.workload.pointwise.row_systems import Compute, Results
 
 
 class TorchGraphClock(OpClock):

@@ -20,7 +20,7 @@ from raymoe.exchange.exchange import Exchange
 from raymoe.memory.world import World
 from raymoe.moe.weights import generator
 from raymoe.workload.clock import OpClock, Work
-from raymoe.workload.exchange.gpu import GpuExchangeStep
+from raymoe.workload.exchange.gpu_exchange import GpuExchangeStep
 from raymoe.workload.inputs import Inputs, Routing
 from raymoe.workload.measure import Line, Step, Steps, load_keys, measure, result_line, shape_keys
 from raymoe.workload.memory_needed import spec_of

@@ -50,7 +50,7 @@ def _opening(case: Case, world: World) -> Iterator[Callable[[Copy], WorkloadStep
             raise ConfigError(f"p2p.sms is {case.job.p2p.sms} and these are CPU ranks, which have no SMs; leave it out")
         yield lambda copy: CopyStep(world, copy)
         return
-    from raymoe.workload.p2p.gpu import Bench, GpuCopyStep
+    from raymoe.workload.p2p.gpu_copies import Bench, GpuCopyStep
 
     bench = Bench(world)
     yield lambda copy: GpuCopyStep(bench, copy, case.job.steps.graph)
