@@ -1,8 +1,7 @@
 """Expert-parallel Mixture-of-Experts work on a Ray cluster.
 
-The library, for your own programs: `errors cuda memory net transport exchange rows moe integrations`.
-The harness, for `raymoe run`: `config workload gang report doctor`, `cli.py` and `run.py`. The harness imports the
-library, and the library never imports the harness.
+The library is for your own programs, the harness for `raymoe run` and `raymoe submit`. The harness imports the library;
+the library never imports the harness. docs/architecture.md has the folders of both.
 
 Importing this package loads neither torch nor ray nor any CUDA library: each name is loaded at its first use (PEP 562).
 `__init__.pyi` declares the names for type checkers.

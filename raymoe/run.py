@@ -13,8 +13,7 @@ from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from raymoe.config import Job, load_job
-from raymoe.config.resolved import job_from_resolved
+from raymoe.config import Job, job_from_resolved, load_job
 from raymoe.errors import CannotWrite, ClusterError, ConfigError, printable
 from raymoe.gang.address import choose
 from raymoe.gang.local_ray import configure, remove_session

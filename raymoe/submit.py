@@ -95,7 +95,7 @@ def connect(address: str) -> JobsApi:
 
 
 def command_line(request: JobRequest, address: str) -> str:
-    """Give the `ray job submit` line that does what `submit` does, to be typed in a shell."""
+    """Return the `ray job submit` line that does what `submit` does, to be typed in a shell."""
     words = ["ray", "job", "submit", "--address", address]
     words += ["--runtime-env-json", json.dumps(request.runtime_env)]
     words += ["--metadata-json", json.dumps(request.metadata)]
@@ -220,7 +220,7 @@ def bring_results(api: JobsApi, state: JobState, destination: Path) -> bool:
 
 
 def verdict(state: JobState, results: Path | None) -> tuple[int, str]:
-    """Give the exit code for the end of a job, and the sentence for it.
+    """Return the exit code for the end of a job, and the sentence for it.
 
     It is the job's own exit code. A job that Ray stopped has none: then that of its summary counts, else 143. A failed
     job whose code a process here cannot end with (1 to 255) gives 1.

@@ -4,9 +4,8 @@ Read first: `sections.py` (every key), `job.py` (the job and its cases), `check.
 `submission.py` reads the files of `jobs/`.
 """
 
-from raymoe.config.check import load_job
+from raymoe.config.check import job_from_resolved, load_job
 from raymoe.config.job import Case, Job
-from raymoe.config.resolved import job_from_resolved
 from raymoe.config.write import job_schema, to_yaml
 
 __all__ = ["Case", "Job", "job_from_resolved", "job_schema", "load_job", "to_yaml"]

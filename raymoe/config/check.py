@@ -1,9 +1,12 @@
-"""Checks a config's tree of entries, makes the job from it, and reports all problems together."""
+"""Checks a config's tree of entries, makes the job from it, and reports all problems together.
+
+A job is also made again from its plain values (`job_from_resolved`), and nothing about them is taken for granted.
+"""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -11,11 +14,11 @@ from pydantic import ValidationError
 
 from raymoe.config.explain import explained, key_tree, report
 from raymoe.config.files import Layers, find_config, layered
-from raymoe.config.job import MEANINGS, Case, Job, decider_values, meaningful, without
+from raymoe.config.job import MAX_CASES, MEANINGS, Case, Job, decider_values, meaningful, size, without
 from raymoe.config.rules import BrokenRule, broken_rules
-from raymoe.config.sweep import absolute, read_matrix
-from raymoe.config.yaml_tree import Entry
-from raymoe.errors import ConfigError, Problem
+from raymoe.config.sweep import absolute, read_matrix, sweepable
+from raymoe.config.yaml_tree import Entry, Scalar
+from raymoe.errors import ConfigError, Problem, shown
 
 
 def checked(layers: Layers, name: str) -> Job:
@@ -157,3 +160,34 @@ def load_job(config: str, sets: Sequence[str] = ()) -> Job:
 
 def job_name(path: Path) -> str:
     return re.sub(r"[^A-Za-z0-9_.-]+", "-", path.stem).strip("-._")[:64] or "job"
+
+
+# A job from its plain values.
+
+MOST_NAMED = 10  # problems that the error names
+
+
+def job_from_resolved(resolved: dict[str, Any]) -> Job:
+    """Make a job again from the plain values of `Job.resolved`, which may come from another process.
+
+    Raises ConfigError with the problems of values that `Job.resolved` would not give.
+    """
+    try:
+        job = Job.model_validate(resolved)
+        problems = _matrix_problems(job.matrix)
+        problems = problems or [str(wrong) for case in job.cases() for wrong in broken_rules(case.job)]
+    except ValidationError as error:
+        problems = [f"{shown('.'.join(map(str, wrong['loc'])))}: {wrong['msg']}" for wrong in error.errors()]
+    if problems:
+        more = f"; and {len(problems) - MOST_NAMED} more" if len(problems) > MOST_NAMED else ""
+        raise ConfigError(f"not a resolved job: {'; '.join(problems[:MOST_NAMED])}{more}")
+    return job
+
+
+def _matrix_problems(matrix: Mapping[str, Sequence[Scalar]]) -> list[str]:
+    """Find the problems of a matrix that `read_matrix` has not checked, before its cases are made."""
+    known = sweepable(key_tree())
+    problems = [f"matrix.{shown(key)}: no such key" for key in matrix if key not in known]
+    if (cases := size(matrix)) > MAX_CASES:
+        problems.append(f"matrix: {cases} cases, at most {MAX_CASES} are run")
+    return problems

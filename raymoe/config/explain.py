@@ -37,7 +37,7 @@ KeyTree = dict[str, Any]  # name -> the KeyTree below it, empty for a value
 
 
 def key_tree(section: type[Section] = Job) -> KeyTree:
-    """Give all keys of a job as a tree; a section holds its own keys.
+    """Return all keys of a job as a tree; a section holds its own keys.
 
     >>> key_tree()["exchange"]["wire"]
     {'dispatch': {}, 'combine': {}}
@@ -50,7 +50,7 @@ def key_tree(section: type[Section] = Job) -> KeyTree:
 
 
 def leaves(tree: KeyTree, prefix: str = "") -> Iterator[str]:
-    """Give every dotted key that holds a value.
+    """Yield every dotted key that holds a value.
 
     >>> list(leaves({"name": {}, "wire": {"dispatch": {}}}))
     ['name', 'wire.dispatch']
@@ -84,7 +84,7 @@ Path = tuple[str, ...]
 
 
 def explained(root: Entry, errors: list[ErrorDetails], keys: KeyTree) -> Iterator[tuple[Path, Problem]]:
-    """Give each error once, with the path of its key. `keys` are the valid keys. No required key may be missing."""
+    """Yield each error once, with the path of its key. `keys` are the valid keys. No required key may be missing."""
     paths = [_path(root, error["loc"]) for error in errors]
     for path, error in zip(paths, errors, strict=True):
         # pydantic drops a bad item from its list, and then also reports the list as too short.
@@ -95,7 +95,7 @@ def explained(root: Entry, errors: list[ErrorDetails], keys: KeyTree) -> Iterato
 
 
 def unknown(path: Path, keys: KeyTree) -> tuple[str, str]:
-    """Give reason and hint for an unknown key.
+    """Return reason and hint for an unknown key.
 
     The hint is the section that has a key of this name, else a similar key of the same section, else all its keys.
     """
@@ -115,7 +115,7 @@ def unknown(path: Path, keys: KeyTree) -> tuple[str, str]:
 
 
 def _path(root: Entry, location: tuple[int | str, ...]) -> Path:
-    """Give the keys of a location, up to the end of the tree. pydantic appends names of its own after them."""
+    """Return the keys of a location, up to the end of the tree. pydantic appends names of its own after them."""
     path: list[str] = []
     entry: Entry | None = root
     for step in map(str, location):
@@ -179,7 +179,7 @@ def _found(entry: Entry) -> str:
 
 
 def report(file: str, problems: Iterable[Problem]) -> ConfigError:
-    """Make one error of all problems. Those of the file come first, then those of its parents, then those of `--set`.
+    """Make one error of all problems. The file's problems come first, then its parents', then those of `--set`.
 
     >>> str(report("x.yaml", [Problem("x.yaml", 4, "shape.hiden", "8", "unknown key", "did you mean 'hidden'?")]))
     "x.yaml has 1 problem: line 4, shape.hiden = 8: unknown key, did you mean 'hidden'?"

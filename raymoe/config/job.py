@@ -39,7 +39,7 @@ def size(matrix: Mapping[str, Sequence[Scalar]]) -> int:
 
 
 def combinations(base: dict[str, Any], matrix: Mapping[str, Sequence[Scalar]]) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Give name and values of every case: `base`, with one value for each key of the matrix.
+    """Yield name and values of every case: `base`, with one value for each key of the matrix.
 
     >>> base = {"shape": {"tokens": 1, "topk": 2}, "workload": "layer"}
     >>> for name, plain in combinations(base, {"workload": ["layer"], "shape.tokens": [128, 512]}):
@@ -133,7 +133,7 @@ def _pruned(plain: dict[str, Any]) -> dict[str, Any]:
 
 
 def find(plain: dict[str, Any], dotted: str) -> Any:
-    """Give the value of a dotted key, or None if it is missing."""
+    """Return the value of a dotted key, or None if it is missing."""
     value: Any = plain
     for part in dotted.split("."):
         value = value.get(part) if isinstance(value, dict) else None
@@ -176,11 +176,11 @@ class Job(Section):
     that take a list cannot vary."""
 
     def resolved(self) -> dict[str, Any]:
-        """Give every key that means something in this job, as plain values. `job_from_resolved` reads them back."""
+        """Return every key that means something in this job, as plain values. `job_from_resolved` reads them back."""
         return meaningful(self.model_dump(mode="json", exclude_none=True))
 
     def cases(self) -> tuple[Case, ...]:
-        """Give one case for each combination of the matrix, in file order; the last key changes fastest."""
+        """Return one case for each combination of the matrix, in file order; the last key changes fastest."""
         if not self.matrix:
             return (Case("default", 0, self),)
         base = self.model_dump(exclude={"matrix"})
@@ -198,7 +198,7 @@ class Case:
 
 
 def kind_of_ranks(job: Job) -> str | None:
-    """Tell from a job alone whether its ranks are on `cuda` or `cpu`; None if either is possible.
+    """Decide from a job alone whether its ranks are on `cuda` or `cpu`; None if either is possible.
 
     >>> exchange = {"name": "x", "workload": "exchange"}
     >>> kind_of_ranks(Job(**exchange, matrix={"exchange.backend": ("host", "collective")}))
@@ -217,7 +217,7 @@ def kind_of_ranks(job: Job) -> str | None:
 
 
 def _needed_kind(job: Job) -> str | None:
-    """The kind of ranks that a workload and its backends need; None if either serves."""
+    """Return the kind of ranks that a workload and its backends need; None if either serves."""
     if job.workload == "overlap":
         return "cuda"
     if job.workload == "p2p" and "host" in job.p2p.transports:
@@ -226,7 +226,7 @@ def _needed_kind(job: Job) -> str | None:
 
 
 def _kind_of_backends(job: Job) -> str | None:
-    """The kind of ranks that the backends of all cases need. Raises if one needs GPU ranks and another CPU ranks."""
+    """Return the kind of ranks that the backends of all cases need. Raises if one needs GPUs and another CPUs."""
     backends: dict[str | None, str] = {}  # the first backend that needs each kind
     for case in job.cases():
         backends.setdefault(ABILITIES[case.job.exchange.backend].only_device, case.job.exchange.backend)

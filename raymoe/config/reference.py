@@ -61,14 +61,14 @@ def reference() -> str:
 
 
 def _sections(schema: Schema, properties: Schema) -> Iterator[tuple[str, Schema]]:
-    """Give the keys that hold sections, with the schema of each section."""
+    """Yield the keys that hold sections, with the schema of each section."""
     for name, value in properties.items():
         if section := _section(schema, value):
             yield name, section
 
 
 def _section(schema: Schema, value: Schema) -> Schema | None:
-    """Give the schema of the section that a key holds; None if it holds a value."""
+    """Return the schema of the section that a key holds; None if it holds a value."""
     for choice in (value, *value.get("anyOf", ())):
         if "$ref" in choice:
             section: Schema = schema["$defs"][choice["$ref"].rpartition("/")[2]]

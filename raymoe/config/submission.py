@@ -295,7 +295,7 @@ class _Check:
                     self._wrong("runtime_env.working_dir", reason, "name a directory above both")
 
     def _own_sets(self) -> Iterator[tuple[str, str]]:
-        """Give the job's settings of the config as `--set` takes them, each with its key in the job."""
+        """Yield the job's settings of the config as `--set` takes them, each with its key in the job."""
         entry = self.root.child("set")
         for path, value in entry.leaves() if entry else ():
             dotted = ".".join(path)
@@ -338,7 +338,7 @@ _PLAIN = re.compile(r"[A-Za-z0-9_./+-]+")
 
 
 def working_dir(env: RuntimeEnvSection, folder: Path) -> Path | None:
-    """Give the directory to upload; None if there is none, or a URL."""
+    """Return the directory to upload; None if there is none, or a URL."""
     if env.working_dir is None or _URL.match(env.working_dir):
         return None
     return _normal(folder / env.working_dir)
@@ -398,7 +398,7 @@ def _as_yaml(value: object) -> str:
 
 
 def _runtime_env(env: RuntimeEnvSection, folder: Path) -> dict[str, Any]:
-    """Give the section as Ray takes it: paths are absolute, and what is never uploaded is excluded."""
+    """Return the section as Ray takes it: paths are absolute, and what is never uploaded is excluded."""
     plain = env.model_dump(mode="json", exclude_defaults=True)
     directory = working_dir(env, folder)
     if directory is not None:

@@ -34,8 +34,10 @@ _Dumper.add_representer(str, _text)
 
 
 def job_schema() -> dict[str, Any]:
-    """Make the JSON Schema of a config, for editors. A config with `defaults` needs no `workload`: its parent may have
-    one."""
+    """Make the JSON Schema of a config, for editors.
+
+    A config with `defaults` needs no `workload`: its parent may have one.
+    """
     schema = Job.model_json_schema()
     properties = schema["properties"]
     parent = {
@@ -64,7 +66,7 @@ def job_schema() -> dict[str, Any]:
 
 
 def _at(schema: dict[str, Any], key: str) -> Any:
-    """Give the schema of one key's values."""
+    """Return the schema of one key's values."""
     *sections, leaf = key.split(".")
     holder = schema
     for section in sections:

@@ -35,7 +35,7 @@ _SEXAGESIMAL = re.compile(r"[0-9]{1,9}(:[0-5]?[0-9]){1,3}")
 
 
 def resolve(text: str) -> Scalar | None:
-    """Give the value of a plain (unquoted) scalar.
+    """Return the value of a plain (unquoted) scalar.
 
     >>> [resolve(text) for text in ("12", "1e-3", "1_000", "true", "on", "010", "1:30", "2026-11-21", "~")]
     [12, 0.001, 1000, True, 'on', '010', '1:30', '2026-11-21', None]
@@ -115,7 +115,7 @@ class Entry:
     nodes: int = 1
 
     def plain(self) -> object:
-        """Give the value without sources and lines."""
+        """Return the value without sources and lines."""
         if isinstance(self.value, dict):
             return {key: entry.plain() for key, entry in self.value.items()}
         if isinstance(self.value, list):
@@ -123,7 +123,7 @@ class Entry:
         return self.value
 
     def child(self, key: str) -> Entry | None:
-        """Give the entry at a mapping's key or a list's index, or None."""
+        """Return the entry at a mapping's key or a list's index, or None."""
         if isinstance(self.value, dict):
             return self.value.get(key)
         if isinstance(self.value, list) and key.isdecimal() and int(key) < len(self.value):
@@ -138,7 +138,7 @@ class Entry:
         return entry
 
     def leaves(self, path: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, ...], Entry]]:
-        """Give every value that is not a mapping, with the keys that lead to it."""
+        """Yield every value that is not a mapping, with the keys that lead to it."""
         if not isinstance(self.value, dict):
             yield path, self
             return

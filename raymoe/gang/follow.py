@@ -20,7 +20,6 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from types import FrameType
-from typing import Any
 
 from aiohttp import ClientError
 
@@ -37,14 +36,8 @@ POLL_S = 0.5
 PENDING_S = 10.0  # between lines about a job that has not started
 
 
-@dataclass(frozen=True)
-class _Text:
-    text: str
-
-
-@dataclass(frozen=True)
-class _LogEnded:
-    pass
+Event = str | JobState | RaymoeError | int | None
+"""A piece of the log, a state, a failed request or the number of a signal; None once the log has ended."""
 
 
 @dataclass
@@ -59,7 +52,7 @@ class Follower:
     state: JobState | None = None  # the last one
     signum: int | None = None  # the signal that asked to stop the job, or to leave it
     left: bool = False  # before the job ended
-    _events: queue.SimpleQueue[Any] = field(default_factory=queue.SimpleQueue)
+    _events: queue.SimpleQueue[Event] = field(default_factory=queue.SimpleQueue)
     _over: threading.Event = field(default_factory=threading.Event)
     _stop_at: float = float("inf")
     _give_up_at: float = float("inf")
@@ -101,12 +94,12 @@ class Follower:
             except queue.Empty:
                 continue
             match event:
-                case _Text(text):
-                    self.write(text)
+                case str():
+                    self.write(event)
                 case JobState():
                     self.state = event
                     ends_at = min(ends_at, time.monotonic() + REST_S) if event.over else ends_at
-                case _LogEnded():
+                case None:
                     log_ended = True
                 case RaymoeError():
                     raise event
@@ -169,7 +162,7 @@ class Follower:
             except (RuntimeError, OSError, ClientError):
                 self._over.wait(1.0)
             else:
-                self._events.put(_LogEnded())
+                self._events.put(None)
                 return
 
     async def _pass_log_on(self) -> None:
@@ -178,7 +171,7 @@ class Follower:
             fresh = text[max(0, self._passed - seen) :]
             seen += len(text)
             if fresh:
-                self._events.put(_Text(fresh))
+                self._events.put(fresh)
                 self._passed = seen
 
 

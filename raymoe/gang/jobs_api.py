@@ -267,7 +267,7 @@ def _in_url(job: str) -> str:
 
 
 def _first_line(error: Exception) -> str:
-    """Give the line of an error that says most: the last one of a traceback that the cluster sent, else the first."""
+    """Return the line of an error that says most: the last one of a traceback that the cluster sent, else the first."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     if not lines:
         return type(error).__name__

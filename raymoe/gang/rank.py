@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import ray
 
-from raymoe.config.resolved import job_from_resolved
+from raymoe.config import job_from_resolved
 from raymoe.errors import Aborted, PeerTimeout, RaymoeError
 from raymoe.gang.placement import Location
 from raymoe.gang.processes import SilenceWatch, end_with_parent, kept_imports, start_time, stderr_file

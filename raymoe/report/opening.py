@@ -9,8 +9,7 @@ import re
 import shutil
 from pathlib import Path
 
-from raymoe.config import Job
-from raymoe.config.resolved import job_from_resolved
+from raymoe.config import Job, job_from_resolved
 from raymoe.errors import ConfigError, shown
 from raymoe.report.directory import RunDirectory, place_for, under_ray_job
 from raymoe.report.ray_job import run_name

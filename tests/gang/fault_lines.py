@@ -102,8 +102,8 @@ class Fault:
 
     def write(self) -> None:
         """Append the line to the file that RAYMOE_FAULTS names."""
-        for each in self.others:
-            each.write()
+        for other in self.others:
+            other.write()
         if self.line is None or not os.environ.get(FILE):
             return
         facts = {"cpus": os.cpu_count(), "date": f"{datetime.date.today()}", "commit": environment()["commit"]}

@@ -156,8 +156,8 @@ def _row(text: str, line: Line) -> list[str]:
 
 def measured(lines: Iterable[Line]) -> str:
     """Say when and on what the lines were measured."""
-    found = sorted({(line["date"], line.get("gpus", f"{line['cpus']} CPUs"), line["commit"]) for line in lines})
-    return "; ".join(f"{date}, {machine}, commit {commit}" for date, machine, commit in found) or "not yet"
+    circumstances = sorted({(line["date"], line.get("gpus", f"{line['cpus']} CPUs"), line["commit"]) for line in lines})
+    return "; ".join(f"{date}, {machine}, commit {commit}" for date, machine, commit in circumstances) or "not yet"
 
 
 def with_tables(page: str, sections: Sequence[Section] = SECTIONS) -> str:
@@ -166,7 +166,7 @@ def with_tables(page: str, sections: Sequence[Section] = SECTIONS) -> str:
         page = _replace(page, section.name, f"\n{table(section)}\n")
     for kind in FILES:
         tables = [lines_of(section) for section in sections if section.kind == kind]
-        lines = [line for each in tables for found in each.values() for line in found]
+        lines = [line for table in tables for measured_lines in table.values() for line in measured_lines]
         page = _replace(page, "measured" if kind == "cpu" else f"measured {kind}", measured(lines))
     return page
 

@@ -34,7 +34,7 @@ class CorruptingRank(Rank):
 
         if self.index == 1:
             dispatch = HostSlots.dispatch
-            HostSlots.dispatch = lambda slots, x, *given: dispatch(slots, x + 1, *given)  # type: ignore[method-assign]
+            HostSlots.dispatch = lambda slots, x, *rest: dispatch(slots, x + 1, *rest)  # type: ignore[method-assign]
         super()._run(resolved, finished)
 
 
@@ -57,9 +57,9 @@ class CalmRank(Rank):
 
         dispatch = HostSlots.dispatch
 
-        def calm(slots: Any, *given: Any) -> Any:
+        def calm(slots: Any, *arguments: Any) -> Any:
             time.sleep(CALM_S)
-            return dispatch(slots, *given)
+            return dispatch(slots, *arguments)
 
         HostSlots.dispatch = calm  # type: ignore[method-assign]
         super()._run(resolved, finished)

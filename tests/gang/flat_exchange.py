@@ -29,7 +29,7 @@ class FlatExchange:
         owners = ids // (EXPERTS // RANKS)
         needed = torch.stack([(owners == rank).any(dim=1) for rank in range(RANKS)])
         self.sent = needed.sum(dim=1)
-        self.tokens = torch.cat([each.nonzero().flatten() for each in needed])
+        self.tokens = torch.cat([rank_needs.nonzero().flatten() for rank_needs in needed])
 
     def __call__(self, x: torch.Tensor) -> None:
         received = torch.empty_like(self.sent)
@@ -48,7 +48,7 @@ def main(store: str, rank: int, repeats: int, *topks: int) -> None:
     dist.init_process_group(
         "gloo", init_method=f"file://{store}", rank=rank, world_size=RANKS, timeout=timedelta(seconds=60)
     )
-    found = {}
+    times = {}
     with raymoe.World.of(domain=2, timeout_s=30) as world:
         for topk in topks:
             draw = torch.Generator().manual_seed(100 * topk + rank)
@@ -57,12 +57,12 @@ def main(store: str, rank: int, repeats: int, *topks: int) -> None:
             spec = raymoe.ExchangeSpec(tokens=TOKENS, hidden=HIDDEN, experts=EXPERTS, topk=topk)
             flat = slowest(world, repeats, partial(FlatExchange(ids), x))
             with raymoe.Exchange(world, spec) as exchange:
-                found[topk] = {
+                times[topk] = {
                     "rail": slowest(world, repeats, partial(by_rail, exchange, x, ids, weights)),
                     "flat": flat,
                 }
     if rank == 0:
-        print(json.dumps(found))
+        print(json.dumps(times))
 
 
 def by_rail(exchange: raymoe.Exchange, x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor) -> None:
@@ -78,8 +78,8 @@ def slowest(world: raymoe.World, repeats: int, step: Callable[[], None]) -> floa
         began = perf_counter()
         step()
         times.append(perf_counter() - began)
-    each: list[list[float]] = world.swap(times[1:], "times")  # type: ignore[assignment]
-    return 1e3 * median(max(step) for step in zip(*each, strict=True))
+    by_rank: list[list[float]] = world.swap(times[1:], "times")  # type: ignore[assignment]
+    return 1e3 * median(max(step) for step in zip(*by_rank, strict=True))
 
 
 if __name__ == "__main__":

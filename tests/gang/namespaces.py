@@ -136,7 +136,7 @@ def two_machines(folder: Path) -> Iterator[Machines]:
 
 
 def _machine(number: int, folder: Path, cleanup: ExitStack) -> Machine:
-    mounts = "; ".join(f"mkdir -p {each} && mount -t tmpfs none {each} || exit 1" for each in FOLDERS)
+    mounts = "; ".join(f"mkdir -p {path} && mount -t tmpfs none {path} || exit 1" for path in FOLDERS)
     script = f"{mounts}; hostname machine{number}; echo ready; exec sleep 1000"
     holder = subprocess.Popen(
         ["unshare", *KINDS, "--fork", "--kill-child", "--mount-proc", "sh", "-c", script],

@@ -27,7 +27,7 @@ def end_session(session: int) -> None:
 
 def ray_processes() -> set[int]:
     """Return the processes that inherited these tests' mark, except zombies and Ray's idle workers."""
-    found, mark = set(), f"{MARK}={os.environ[MARK]}".encode()
+    pids, mark = set(), f"{MARK}={os.environ[MARK]}".encode()
     for entry in Path("/proc").iterdir():
         if entry.name.isdigit() and int(entry.name) != os.getpid():
             try:
@@ -37,8 +37,8 @@ def ray_processes() -> set[int]:
             except (FileNotFoundError, ProcessLookupError, PermissionError):
                 continue
             if stat.rpartition(")")[2].split()[0] != "Z" and b"IDLE" not in words and b"default_worker" not in words:
-                found.add(int(entry.name))
-    return found
+                pids.add(int(entry.name))
+    return pids
 
 
 def runs(pid: int) -> bool:
@@ -51,14 +51,14 @@ def runs(pid: int) -> bool:
 
 def descendants(root: int) -> dict[int, str]:
     """Return the name of every process below `root`, parents first."""
-    found: dict[int, str] = {}
+    names: dict[int, str] = {}
     with suppress(FileNotFoundError, ProcessLookupError):  # it has just ended
         for task in Path(f"/proc/{root}/task").iterdir():
             for pid in map(int, (task / "children").read_text().split()):
                 with suppress(FileNotFoundError, ProcessLookupError):
-                    found[pid] = Path(f"/proc/{pid}/comm").read_text().strip()
-                    found |= descendants(pid)
-    return found
+                    names[pid] = Path(f"/proc/{pid}/comm").read_text().strip()
+                    names |= descendants(pid)
+    return names
 
 
 def alive_after(seconds: float, pids: list[int]) -> list[int]:
@@ -91,10 +91,10 @@ def shared_memory() -> set[str]:
 
 def _mapped_by_others() -> set[str]:
     """Return the names of shared memory that processes without these tests' mark have mapped."""
-    found, mark = set(), f"{MARK}={os.environ[MARK]}".encode()
+    names, mark = set(), f"{MARK}={os.environ[MARK]}".encode()
     for entry in Path("/proc").iterdir():
         if entry.name.isdigit() and int(entry.name) != os.getpid():
             with suppress(FileNotFoundError, ProcessLookupError, PermissionError):
                 if mark not in (entry / "environ").read_bytes():
-                    found |= set(_SHM_NAME.findall((entry / "maps").read_text()))
-    return found
+                    names |= set(_SHM_NAME.findall((entry / "maps").read_text()))
+    return names

@@ -48,11 +48,11 @@ class Prometheus:
         words = urllib.parse.urlencode({"query": query})
         try:
             with urllib.request.urlopen(f"{self.url}/api/v1/query?{words}", timeout=5) as answer:
-                found = json.load(answer)
+                reply = json.load(answer)
         except urllib.error.HTTPError as error:
             raise AssertionError(f"{query}: {error.read().decode()}") from error
-        series = [Series(each["metric"], float(each["value"][1])) for each in found["data"]["result"]]
-        return [each for each in series if not math.isnan(each.value)]
+        series = [Series(line["metric"], float(line["value"][1])) for line in reply["data"]["result"]]
+        return [line for line in series if not math.isnan(line.value)]
 
     def wait_for(self, query: str, seconds: float = 40.0) -> list[Series]:
         """The first answer that has a series; fails without one in time."""

@@ -73,9 +73,9 @@ def to_run(line: str) -> str | None:
 
 
 def yaml_block(page: Path) -> str:
-    found = re.search(r"^```yaml\n(.*?)^```", page.read_text(), re.MULTILINE | re.DOTALL)
-    assert found
-    return found[1]
+    block = re.search(r"^```yaml\n(.*?)^```", page.read_text(), re.MULTILINE | re.DOTALL)
+    assert block
+    return block[1]
 
 
 def test_every_command_is_run_by_a_test() -> None:

@@ -43,14 +43,14 @@ def stands_in(test: Callable[..., None]) -> Callable[..., None]:
 
 def four_ranks(folder: Path, **changes: object) -> str:
     """A job whose four ranks take a CPU each, with ragged tokens and masked ids."""
-    asked: dict[str, object] = {
+    keys: dict[str, object] = {
         "world__ranks": 4,
         "world__cpus": 1,
         "world__wait_timeout_s": 5,
         "shape__experts": 12,
         "routing": {"ragged": True, "masked": 0.1},
     }
-    return configs.write(folder, **(asked | changes))
+    return configs.write(folder, **(keys | changes))
 
 
 def results(run: Command) -> list[dict[str, object]]:
@@ -152,8 +152,8 @@ def times_over_a_shaped_link(folder: Path, repeats: int, topks: Sequence[int]) -
             machine.run("tc", "qdisc", "add", "dev", "link0", "root", "tbf", *limit)
         ranks = []
         for rank in range(4):
-            given = [str(folder / "store"), str(rank), str(repeats), *map(str, topks)]
-            words = machines[rank // 2].inside(sys.executable, "-m", "tests.gang.flat_exchange", *given)
+            arguments = [str(folder / "store"), str(rank), str(repeats), *map(str, topks)]
+            words = machines[rank // 2].inside(sys.executable, "-m", "tests.gang.flat_exchange", *arguments)
             own = environment(folder) | {"GLOO_SOCKET_IFNAME": "link0"}
             output = cleanup.enter_context((folder / f"rank{rank}").open("w+"))
             ranks.append(subprocess.Popen(words, stdout=output, stderr=subprocess.STDOUT, env=own))
@@ -169,7 +169,7 @@ def times_over_a_shaped_link(folder: Path, repeats: int, topks: Sequence[int]) -
 def test_over_a_shaped_link_a_rail_is_faster_than_a_flat_all_to_all(tmp_path: Path) -> None:
     """A token of top-4 needs 1.5 of the two ranks on the other machine, and its row crosses the rail once."""
     times = times_over_a_shaped_link(tmp_path, repeats=5, topks=(4, 8))
-    assert all(each["rail"] < each["flat"] for each in times.values()), times
+    assert all(time["rail"] < time["flat"] for time in times.values()), times
 
 
 @stands_in
@@ -179,8 +179,8 @@ def test_domains_on_two_nodes_give_right_results_and_outlive_a_node(start: Start
     config = four_ranks(tmp_path, world__restarts=1, steps__count=60, matrix=ROUTINGS)
     run = start(config, "--address", nodes.address)
     run.pids()
-    asked = "asked for 4 ranks with 1 CPU each in 2 domains of 2 on a node each: no node can hold all of them"
-    assert asked in run.stderr()
+    request = "asked for 4 ranks with 1 CPU each in 2 domains of 2 on a node each: no node can hold all of them"
+    assert request in run.stderr()
     first = ranks_of(run)
     assert [domain for domain, _ in first] == [0, 0, 1, 1]
     assert first[0] == first[1] and first[2] == first[3] and first[0][1] != first[2][1]
@@ -193,7 +193,7 @@ def test_domains_on_two_nodes_give_right_results_and_outlive_a_node(start: Start
     assert run.end(120) == 0, run.stderr()
     assert lost.id not in {node for _, node in ranks_of(run)}
     generations = json.loads((run.out / "summary.json").read_text())["generations"]
-    assert [each["cause"] for each in generations] == ["NodeLost", "done"]
+    assert [generation["cause"] for generation in generations] == ["NodeLost", "done"]
     assert generations[0]["culprit"] in (2, 3)
     lines = results(run)
     assert len(lines) == 3 * 3 and {line["generation"] for line in lines} == {0, 1}
@@ -252,5 +252,7 @@ def test_gpu_ranks_that_no_node_can_hold_form_a_domain_on_each_of_two(
     config = configs.write(tmp_path, world__device="cuda", world__restarts=0, exchange__backend="auto")
     run = start(config, "--address", rack.address, env={"CUDA_VISIBLE_DEVICES": ""})
     assert run.end() != 0
-    asked = "asked for 2 ranks with 0.5 CPU, 1 GPU each in 2 domains of 1 on a node each: no node can hold all of them"
-    assert asked + IN_A_RACK in run.stderr()
+    request = (
+        "asked for 2 ranks with 0.5 CPU, 1 GPU each in 2 domains of 1 on a node each: no node can hold all of them"
+    )
+    assert request + IN_A_RACK in run.stderr()

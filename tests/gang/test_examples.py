@@ -99,6 +99,6 @@ def outputs(head: Head, tmp_path_factory: pytest.TempPathFactory) -> Iterator[di
 @pytest.mark.timeout(DEADLINE_S + 30)
 @pytest.mark.parametrize("name", PROGRAMS)
 def test_an_example_runs_on_cpu_ranks(name: str, outputs: dict[str, Future[str]]) -> None:
-    found = results(PROGRAMS[name], outputs[name].result(), "cpu")
-    assert len(found) == PROGRAMS[name].lines
-    assert len(set(found)) == len(found)
+    lines = results(PROGRAMS[name], outputs[name].result(), "cpu")
+    assert len(lines) == PROGRAMS[name].lines
+    assert len(set(lines)) == len(lines)

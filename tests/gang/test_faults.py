@@ -63,9 +63,9 @@ def test_a_crash_with_no_restart_left_exits_4_and_names_signal_and_log(
     os.kill(victim, signal.SIGSEGV)
     assert fault.ended(10) == 4
     pattern = rf"rank 1 \(pid {victim}\) died in `(?:run|poll)`: Segmentation fault; its log: (\S+)$"
-    found = re.search(pattern, run.last_line())
-    assert found is not None, run.last_line()
-    assert str(victim) in found[1] and Path(found[1]).is_file()
+    match = re.search(pattern, run.last_line())
+    assert match is not None, run.last_line()
+    assert str(victim) in match[1] and Path(match[1]).is_file()
 
 
 def test_a_rank_that_stops_answering_is_named_and_ends_the_run(
@@ -262,4 +262,4 @@ def test_a_killed_rank_does_not_touch_another_job_on_the_node(
     os.kill(victim, signal.SIGKILL)
     assert fault.ended(20) == 4 and f"rank 0 (pid {victim}) died" in run.last_line()
     assert other.end() == 0, other.stderr()
-    assert [each["cause"] for each in summary_of(other.out)["generations"]] == ["done"]
+    assert [generation["cause"] for generation in summary_of(other.out)["generations"]] == ["done"]

@@ -331,9 +331,9 @@ def test_a_place_for_results_that_is_in_use_is_refused_before_anything_is_submit
     assert f"--out {tmp_path} is not an empty directory" in capsys.readouterr().err and fake.submitted == []
     below = tmp_path / "file" / "runs" / "one"
     assert cli.main(["submit", "quickstart", "--address", fake.url, "--out", str(below)]) == 8
-    found = capsys.readouterr().err
-    assert found.startswith("--out /") and fake.submitted == []  # a long path is shown shortened there
-    assert f" cannot be used: {tmp_path / 'file'} is not a directory" in found
+    refusal = capsys.readouterr().err
+    assert refusal.startswith("--out /") and fake.submitted == []  # a long path is shown shortened there
+    assert f" cannot be used: {tmp_path / 'file'} is not a directory" in refusal
 
 
 def test_a_place_for_results_that_cannot_be_written_is_refused_before_anything_is_submitted(
@@ -341,8 +341,8 @@ def test_a_place_for_results_that_cannot_be_written_is_refused_before_anything_i
 ) -> None:
     monkeypatch.setattr(os, "access", lambda path, _: Path(path) != tmp_path)  # the superuser may write everywhere
     assert cli.main(["submit", "quickstart", "--address", fake.url, "--out", str(tmp_path / "a" / "b")]) == 8
-    found = capsys.readouterr().err
-    assert f"--out {tmp_path / 'a' / 'b'} cannot be used: {tmp_path} cannot be written" in found
+    refusal = capsys.readouterr().err
+    assert f"--out {tmp_path / 'a' / 'b'} cannot be used: {tmp_path} cannot be written" in refusal
     assert fake.submitted == []
 
 

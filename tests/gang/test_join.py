@@ -125,14 +125,14 @@ def present(name: str) -> set[int]:
 
 def meetings() -> list[int]:
     """Return the processes of all meetings."""
-    found = []
+    pids = []
     for entry in Path("/proc").glob("[0-9]*/cmdline"):
         try:
             if b"ray::Meeting" in entry.read_bytes():
-                found.append(int(entry.parent.name))
+                pids.append(int(entry.parent.name))
         except OSError:
             continue  # it has just ended
-    return found
+    return pids
 
 
 def meetings_end(seconds: float) -> bool:

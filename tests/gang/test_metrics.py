@@ -120,10 +120,10 @@ def test_every_panel_of_the_dashboard_answers(start: Start, head: Head, tmp_path
 
     values = {title: {series.value for series in answer} for title, answer in answers.items()}
     assert values["Restarts"] == {1.0}
-    assert {title for title, found in values.items() if found == {0.0}} == ZERO
+    assert {title for title, answer in values.items() if answer == {0.0}} == ZERO
     for title in ("Seconds of a dispatch", "Seconds of a combine", "Seconds of a copy"):
         assert all(1e-6 < seconds < 1 for seconds in values[title]), answers[title]
-    assert {each.labels["backend"] for each in answers["Bandwidth of a dispatch"]} == {"host"}
+    assert {series.labels["backend"] for series in answers["Bandwidth of a dispatch"]} == {"host"}
     assert min(values["Expert load imbalance"]) >= 0.5 and max(values["Expert load imbalance"]) > 1
     assert {process for process, _ in rows_of(runs[0])} == {"driver", "rank 0", "rank 1"}
     assert {generation for _, generation in rows_of(runs[0])} == {0, 1}, "a run that is stopped leaves its trace too"
@@ -137,23 +137,23 @@ def test_a_short_run_leaves_its_metrics_its_trace_and_its_log(start: Start, head
     assert run.end() == 0, run.stderr()
     check_trace(run)
     name, sums = run_name(run), {"raymoe_steps": 31, "raymoe_dispatches": 31, "raymoe_tokens": 31 * 16}
-    deadline, found = time.monotonic() + 20, {}
-    while found != {metric: {"0": each, "1": each} for metric, each in sums.items()}:
-        assert time.monotonic() < deadline, found
+    deadline, recorded = time.monotonic() + 20, {}
+    while recorded != {metric: {"0": total, "1": total} for metric, total in sums.items()}:
+        assert time.monotonic() < deadline, recorded
         with urllib.request.urlopen(f"http://127.0.0.1:{head.metrics_port}/metrics", timeout=5) as answer:
             text = answer.read().decode()
         for metric in sums:
-            found[metric] = dict.fromkeys("01", 0.0)
+            recorded[metric] = dict.fromkeys("01", 0.0)
             series = rf'^ray_{metric}_total{{.*rank="(\d)",run="{name}".*}} (\S+)$'
             for rank, value in re.findall(series, text, re.MULTILINE):
-                found[metric][rank] += float(value)
+                recorded[metric][rank] += float(value)
         time.sleep(0.2)
 
     session = head.folder / "session_latest" / "logs"
     logs = [path.read_text() for path in session.glob("worker-*.out")]
-    mine = [log for log in logs if f": {name}, seat" in log]
-    assert len(mine) == 2
-    for log in mine:
+    own = [log for log in logs if f": {name}, seat" in log]
+    assert len(own) == 2
+    for log in own:
         lines = re.findall(r"^\d\d:\d\d:\d\d (rank \d): (.*)$", log, re.MULTILINE)
         assert len({who for who, _ in lines}) == 1
         assert [text for _, text in lines][1:] == ["wiring", "ready", "running", "case default", "done"]

@@ -42,7 +42,9 @@ def test_a_node_that_is_killed_is_named_and_ends_the_run(
     assert fault.ended(30) == 4, run.stderr()
     assert fault.line is not None and fault.line["seconds"] < 10 and fault.line["processes_left"] == 0
     assert f"with node {node.id[:12]} (" in run.last_line() and "whose raylet is gone" in run.last_line()
-    assert [(each["cause"], each["culprit"] in (0, 1)) for each in generations_of(run.out)] == [("NodeLost", True)]
+    assert [(generation["cause"], generation["culprit"] in (0, 1)) for generation in generations_of(run.out)] == [
+        ("NodeLost", True)
+    ]
 
 
 @pytest.mark.thorough
@@ -52,14 +54,14 @@ def test_ranks_go_on_on_another_node(start: Start, nodes: Nodes, tmp_path: Path,
     run = start(config, "--address", nodes.address)
     run.wait_for(r"case 1/2 count=5: done")
     [node] = nodes_of(run.out)
-    first, second = sorted(added, key=lambda each: each.id != node)
+    first, second = sorted(added, key=lambda candidate: candidate.id != node)
     fault.strike("node-killed-other", run)
     first.kill()
     fault.noticed("whose raylet is gone; .*; starting the gang again", seconds=30)
     assert fault.ended(90) == 0, run.stderr()
     lines = [json.loads(line) for line in (run.out / "results.jsonl").read_text().splitlines()]
     assert {(line["case"], line["generation"]) for line in lines} == {("count=5", 0), ("count=1000", 1)}
-    assert [each["cause"] for each in generations_of(run.out)] == ["NodeLost", "done"]
+    assert [generation["cause"] for generation in generations_of(run.out)] == ["NodeLost", "done"]
     assert nodes_of(run.out) == {second.id}
 
 

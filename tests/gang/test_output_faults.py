@@ -94,10 +94,10 @@ def test_a_full_disk_ends_the_run_and_keeps_the_finished_cases(
     )
     summary = summary_of(run)
     assert (summary["exit_code"], summary["message"]) == (8, run.last_line())
-    assert [each["cause"] for each in summary["generations"]] == ["unknown"]  # type: ignore[attr-defined]
-    kept = [json.loads(line)["case"] for line in (run.out / "results.jsonl").read_text().splitlines()]
+    assert [generation["cause"] for generation in summary["generations"]] == ["unknown"]  # type: ignore[attr-defined]
+    finished = [json.loads(line)["case"] for line in (run.out / "results.jsonl").read_text().splitlines()]
     done = [case for case, mark in summary["cases"].items() if mark == "done"]  # type: ignore[attr-defined]
-    assert list(dict.fromkeys(kept)) == done and 1 <= len(done) < 10
+    assert list(dict.fromkeys(finished)) == done and 1 <= len(done) < 10
     assert not list(run.out.glob(".*.tmp"))
 
 

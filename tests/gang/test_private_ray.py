@@ -43,8 +43,8 @@ class Running:
     def directory(self) -> Path:
         """The directory above that of Ray."""
         words = Path(f"/proc/{self.raylet()}/environ").read_bytes().decode(errors="replace").split("\0")
-        [found] = [word.removeprefix("RAY_TMPDIR=") for word in words if word.startswith("RAY_TMPDIR=")]
-        return Path(found)
+        [directory] = [word.removeprefix("RAY_TMPDIR=") for word in words if word.startswith("RAY_TMPDIR=")]
+        return Path(directory)
 
 
 @pytest.fixture(scope="module")
@@ -69,19 +69,19 @@ def running() -> Iterator[Running]:
 
 def sockets_of(pids: set[int]) -> set[str]:
     """The inodes of all sockets of these processes."""
-    found = set()
+    sockets = set()
     for pid in pids:
         try:
-            links = [str(each.readlink()) for each in Path(f"/proc/{pid}/fd").iterdir()]
+            links = [str(descriptor.readlink()) for descriptor in Path(f"/proc/{pid}/fd").iterdir()]
         except OSError:
             continue
-        found |= {link.removeprefix("socket:[").removesuffix("]") for link in links if link.startswith("socket:[")}
-    return found
+        sockets |= {link.removeprefix("socket:[").removesuffix("]") for link in links if link.startswith("socket:[")}
+    return sockets
 
 
 def listening(pids: set[int]) -> list[ipaddress.IPv4Address | ipaddress.IPv6Address]:
     """The addresses at which these processes listen, IPv4 ones within IPv6 as IPv4."""
-    inodes, found = sockets_of(pids), []
+    inodes, addresses = sockets_of(pids), []
     for table in ("tcp", "tcp6", "udp", "udp6"):
         for line in Path(f"/proc/net/{table}").read_text().splitlines()[1:]:
             words = line.split()
@@ -90,8 +90,8 @@ def listening(pids: set[int]) -> list[ipaddress.IPv4Address | ipaddress.IPv6Addr
             text = words[1].partition(":")[0]
             groups = [int(text[at : at + 8], 16) for at in range(0, len(text), 8)]
             address = ipaddress.ip_address(struct.pack(f"={len(groups)}I", *groups))
-            found.append(getattr(address, "ipv4_mapped", None) or address)
-    return found
+            addresses.append(getattr(address, "ipv4_mapped", None) or address)
+    return addresses
 
 
 def as_another_user(attempt: Callable[[], object]) -> str:
@@ -120,7 +120,7 @@ def as_another_user(attempt: Callable[[], object]) -> str:
 def test_it_listens_on_the_loopback_address_only(running: Running) -> None:
     addresses = listening(running.pids)
     assert len(addresses) > 5, "Ray's processes and Gloo listen"
-    assert [each for each in addresses if not each.is_loopback] == []
+    assert [address for address in addresses if not address.is_loopback] == []
 
 
 def test_its_token_and_its_directory_are_for_this_user_only(running: Running) -> None:
@@ -133,9 +133,9 @@ def test_its_token_and_its_directory_are_for_this_user_only(running: Running) ->
 def test_its_token_is_in_no_file_of_it_and_in_no_command_line(running: Running) -> None:
     token = (running.home / ".ray" / "auth_token").read_bytes()
     directory = running.directory()
-    files = [each for each in directory.rglob("*") if each.is_file()]
+    files = [file for file in directory.rglob("*") if file.is_file()]
     assert len(files) > 10
-    assert [each for each in files if token in each.read_bytes()] == []
+    assert [file for file in files if token in file.read_bytes()] == []
     assert [pid for pid in running.pids if token in Path(f"/proc/{pid}/cmdline").read_bytes()] == []
 
 
@@ -151,8 +151,8 @@ def test_another_user_gets_nothing_of_it(running: Running) -> None:
         "open a file of a process": lambda: list(Path(f"/proc/{raylet}/fd").iterdir()),
     }
     assert as_another_user((running.home / "stderr").read_text).startswith("got "), "its home can be entered"
-    found = {name: as_another_user(attempt) for name, attempt in attempts.items()}
-    assert found == dict.fromkeys(attempts, "PermissionError")
+    outcomes = {name: as_another_user(attempt) for name, attempt in attempts.items()}
+    assert outcomes == dict.fromkeys(attempts, "PermissionError")
 
 
 def test_sigterm_ends_it_and_removes_its_directory(running: Running, fault: Fault) -> None:

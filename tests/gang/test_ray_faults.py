@@ -30,7 +30,7 @@ SILENT_SOON = "from raymoe.gang import main_process; main_process.SILENT_S = 4.0
 def process_of(run: Command, name: str) -> int:
     """The driver, which is the only child of the command, or a server of its Ray."""
     below = descendants(run.process.pid)
-    return next(pid for pid, each in below.items() if name in ("driver", each))
+    return next(pid for pid, its_name in below.items() if name in ("driver", its_name))
 
 
 def summary_of(run: Command) -> dict[str, object]:
@@ -65,9 +65,9 @@ def test_the_loss_of_a_server_of_its_own_ray_is_exit_3_and_names_it(
         assert its.line is not None and its.line["seconds"] < seconds
         assert run.last_line() == f"lost the Ray that this run started: its {server} (pid {pid}) {state}"
         assert "(raylet)" not in run.stderr(), "Ray's own warnings go to driver.log"
-        assert [each["cause"] for each in summary_of(run)["generations"]] == ["RayLost"]  # type: ignore[attr-defined]
-        kept = re.search(r"^Ray's logs are kept in (\S+/logs)", run.stderr(), re.MULTILINE)
-        assert kept and (Path(kept[1]) / f"{server}.out").is_file()
+        assert [generation["cause"] for generation in summary_of(run)["generations"]] == ["RayLost"]  # type: ignore[attr-defined]
+        logs = re.search(r"^Ray's logs are kept in (\S+/logs)", run.stderr(), re.MULTILINE)
+        assert logs and (Path(logs[1]) / f"{server}.out").is_file()
 
 
 @pytest.mark.thorough
@@ -126,7 +126,7 @@ def test_a_driver_that_is_stopped_or_killed_takes_its_ranks_along(
     assert other.ended(20) == 1, killed.stderr()
     assert other.line is not None and other.line["seconds"] < 10 and other.line["processes_left"] == 0
     assert killed.last_line() == f"the driver process (pid {killed_driver}) was killed by SIGKILL and gave no reason"
-    assert [each["cause"] for each in summary_of(killed)["generations"]] == ["unknown"]  # type: ignore[attr-defined]
+    assert [generation["cause"] for generation in summary_of(killed)["generations"]] == ["unknown"]  # type: ignore[attr-defined]
     assert fault.ended(30) == 5, stopped.stderr()
     assert stopped.last_line() == f"the driver process (pid {driver}) is stopped and said nothing for 4 s"
     assert fault.line is not None and fault.line["processes_left"] == 0

@@ -34,7 +34,7 @@ def summary_of(run: Command) -> dict[str, object]:
 
 
 def causes(run: Command) -> list[str]:
-    return [each["cause"] for each in summary_of(run)["generations"]]  # type: ignore[attr-defined]
+    return [generation["cause"] for generation in summary_of(run)["generations"]]  # type: ignore[attr-defined]
 
 
 def in_steps(folder: Path, start: Start, *arguments: str, **changes: object) -> Command:

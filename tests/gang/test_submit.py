@@ -51,21 +51,21 @@ def test_job_submit_works_before_and_after_a_local_run(
     bare = {"HOME": str(home), "RAY_AUTH_MODE": UNSET}
     code, output = submit(head, home, *quick(ranks=2), env=bare)
     assert code == 0 and "succeeded" in output, output
-    found = re.search(r"results go to (\S+)", output)
-    assert found and (Path(found[1]) / "summary.json").exists()
-    assert "_ray_pkg" not in found[1], "Ray deletes the working directory"
+    match = re.search(r"results go to (\S+)", output)
+    assert match and (Path(match[1]) / "summary.json").exists()
+    assert "_ray_pkg" not in match[1], "Ray deletes the working directory"
 
     local = start(configs.write(tmp_path, world__ranks=1), env=bare)
     assert local.end() == 0, local.stderr()
     assert (home / ".ray" / "auth_token").exists()
     head_with_auth, its_home = guarded
     its_bare = {"HOME": str(its_home), "RAY_AUTH_MODE": UNSET}
-    asked = {**its_bare, "RAY_AUTH_MODE": "token"}
+    its_token = {**its_bare, "RAY_AUTH_MODE": "token"}
     refused = start(configs.write(tmp_path), "--address", head_with_auth.address, env=its_bare)
     with ThreadPoolExecutor() as pool:
         between = pool.submit(submit, head, home, "raymoe", "--version", env=bare)
         unasked = pool.submit(submit, head_with_auth, its_home, *quick(its_home / "unasked"), env=its_bare)
-        after = pool.submit(submit, head_with_auth, its_home, *quick(its_home / "after"), env=asked)
+        after = pool.submit(submit, head_with_auth, its_home, *quick(its_home / "after"), env=its_token)
     code, output = between.result()
     assert code == 0 and "succeeded" in output, output
     code, output = unasked.result()

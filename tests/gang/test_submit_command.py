@@ -120,7 +120,7 @@ def test_a_job_is_run_followed_and_its_results_are_brought_by_a_second_job(
     api = JobsApi(head.dashboard)
     state = api.state(name)
     assert state.metadata["team"] == "tests" and state.metadata["raymoe_version"]
-    assert [each.status for each in api.states() if each.id.startswith(f"{name}-results-")] == ["SUCCEEDED"]
+    assert [reader.status for reader in api.states() if reader.id.startswith(f"{name}-results-")] == ["SUCCEEDED"]
     seen = output_of(api, f"{name}-ls", JobRequest(("ls", "-A"), dict(state.runtime_env)), 60)
     assert "mine.yaml" in seen and not re.search(r"^(\.git|\.venv|runs)$", seen, re.MULTILINE), seen
 

@@ -15,8 +15,7 @@ from typing import Any, Protocol
 
 import torch
 
-from raymoe.config import Job
-from raymoe.config.resolved import job_from_resolved
+from raymoe.config import Job, job_from_resolved
 from raymoe.errors import RaymoeError
 from raymoe.memory.world import World
 from raymoe.workload.clock import OpClock, TimedOp, calls_of

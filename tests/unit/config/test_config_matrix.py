@@ -2,8 +2,7 @@
 
 import pytest
 
-from raymoe.config import load_job
-from raymoe.config.resolved import job_from_resolved
+from raymoe.config import job_from_resolved, load_job
 from tests.unit.config.configs_on_disk import problems, write
 
 

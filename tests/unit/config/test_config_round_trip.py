@@ -9,9 +9,8 @@ import yaml
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from raymoe.config import job_schema, load_job, to_yaml
+from raymoe.config import job_from_resolved, job_schema, load_job, to_yaml
 from raymoe.config.explain import key_tree, leaves
-from raymoe.config.resolved import job_from_resolved
 from raymoe.config.yaml_tree import resolve
 from raymoe.errors import ConfigError
 from raymoe.packaged import packaged_config

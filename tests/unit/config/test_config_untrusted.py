@@ -10,8 +10,7 @@ from typing import Any
 import pytest
 
 from raymoe import cli
-from raymoe.config import load_job
-from raymoe.config.resolved import job_from_resolved
+from raymoe.config import job_from_resolved, load_job
 from raymoe.errors import ConfigError
 from raymoe.report.directory import RunDirectory
 from tests.unit.config.configs_on_disk import refused, write

@@ -12,8 +12,7 @@ import pytest
 import yaml
 
 from raymoe import cli
-from raymoe.config import job_schema, load_job
-from raymoe.config.resolved import job_from_resolved
+from raymoe.config import job_from_resolved, job_schema, load_job
 from tests.python_path import python_path
 from tests.unit.config.configs_on_disk import write
 

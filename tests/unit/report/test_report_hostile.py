@@ -17,7 +17,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from raymoe import cli
-from raymoe.config.resolved import job_from_resolved
+from raymoe.config import job_from_resolved
 from raymoe.errors import CannotWrite, ConfigError
 from raymoe.report.directory import RunDirectory, write_atomically
 from raymoe.report.plots import write_plots
