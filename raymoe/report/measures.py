@@ -52,14 +52,22 @@ def integer(line: Line, key: str) -> int:
 def how_measured(lines: Sequence[Line]) -> str:
     """Say how the lines were measured, for a figure's title.
 
-    >>> how_measured([{"samples": 50, "graph": True}])
+    >>> how_measured([{"samples": 50, "runs": 1, "graph": True}])
     'p50 of 50 samples of the slowest rank, CUDA graph'
+    >>> how_measured([{"samples": 50, "runs": 20, "graph": True}])
+    'p50 of 50 samples of the slowest rank, each the mean of 20 runs, CUDA graph'
     """
     samples = sorted({integer(line, "samples") for line in lines if line["samples"] is not None})
     many = f"{samples[0]}–{samples[-1]}" if len(samples) > 1 else "".join(map(str, samples)) or "the"
     graphs = {bool(line["graph"]) for line in lines}
     how = "CUDA graph" if graphs == {True} else "eager" if graphs == {False} else "CUDA graph or eager"
-    return f"p50 of {many} samples of the slowest rank, {how}"
+    runs = sorted({integer(line, "runs") for line in lines if line.get("runs")})
+    mean = (
+        ""
+        if not runs or runs[-1] == 1
+        else f"each the mean of {'–'.join(map(str, dict.fromkeys((runs[0], runs[-1]))))} runs, "
+    )
+    return f"p50 of {many} samples of the slowest rank, {mean}{how}"
 
 
 def ranks_on(lines: Sequence[Line]) -> str:

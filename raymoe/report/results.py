@@ -36,7 +36,7 @@ KEYS = (
     *("run", "generation", "case", "workload", "op", "backend", "transport", "wire", "graph", "pattern", "src", "dst"),
     *("bytes", "ranks", "domains", "chunks", "tokens", "hidden", "experts", "topk", "dtype", "routing", "seed"),
     *("layout", "alignment", "padding", "sms", "stages", "beside", "l2", "leaves_out", "skipped"),
-    *("samples", "us_p50", "us_p99", "us_min", "us_max", "host_us_p50", "timeline"),
+    *("samples", "runs", "us_p50", "us_p99", "us_min", "us_max", "host_us_p50", "timeline"),
     *("bytes_wire", "gbps_wire", "bytes_net", "bytes_memory", "gbps_memory", "bytes_peak", "bytes_kept"),
     *("expert_load_imbalance", "expert_load"),
     *("verified", "max_error", "device", "commit"),
@@ -46,7 +46,7 @@ LATER_KEYS = frozenset(
     {
         *("beside", "l2", "leaves_out", "skipped", "host_us_p50", "timeline", "expert_load_imbalance", "expert_load"),
         *("stages", "bytes_memory", "gbps_memory", "bytes_peak", "bytes_kept", "domains", "bytes_net"),
-        "chunks",
+        *("chunks", "runs"),
     }
 )
 """Keys that lines of earlier versions lack. They are read as null."""
@@ -88,7 +88,7 @@ WANTED |= {
 
 KINDS: dict[str, Kind] = dict.fromkeys(KEYS, text)
 KINDS |= dict.fromkeys(("generation", "bytes", "tokens", "hidden", "experts", "topk", "seed", "alignment"), count)
-KINDS |= dict.fromkeys(("sms", "stages", "chunks", "samples", "bytes_wire", "bytes_net", "bytes_memory"), count)
+KINDS |= dict.fromkeys(("sms", "stages", "chunks", "samples", "runs", "bytes_wire", "bytes_net", "bytes_memory"), count)
 KINDS |= dict.fromkeys(("bytes_peak", "bytes_kept"), count)
 KINDS |= dict.fromkeys(("src", "dst", "ranks", "domains"), rank)
 KINDS |= dict.fromkeys(("us_p50", "us_p99", "us_min", "us_max", "host_us_p50", "gbps_wire", "max_error"), number)

@@ -44,7 +44,7 @@ from raymoe.memory.wait import named_by_world
 from raymoe.memory.watchdog import Watchdog
 from raymoe.memory.world import World
 from raymoe.transport.copy_kernel import MOST_TRANSFERS, Transfer, copy_launch
-from raymoe.workload.memory_needed import FLUSH_BYTES, SMALL_TOKENS
+from raymoe.workload.memory_needed import FLUSH_BYTES, MANY_RUNS, SMALL_TOKENS
 
 GATE_S = 5.0
 """Seconds until a gate opens by itself. A stream holds about a thousand operations: enqueuing more blocks the host
@@ -170,8 +170,6 @@ class DomainsBarrier:
 
 FLUSHES_KEPT = 9
 
-CALLS = 20
-
 Work = Callable[[], None]
 """Enqueues something on the current stream."""
 
@@ -182,7 +180,7 @@ def calls_of(tokens: int) -> int:
     >>> calls_of(128), calls_of(4096)
     (20, 1)
     """
-    return CALLS if tokens <= SMALL_TOKENS else 1
+    return MANY_RUNS if tokens <= SMALL_TOKENS else 1
 
 
 @dataclass(frozen=True)

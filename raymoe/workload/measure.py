@@ -19,6 +19,7 @@ from raymoe.config import Case
 from raymoe.cuda.nvtx import nvtx_range
 from raymoe.errors import PeerTimeout, WrongResult
 from raymoe.memory.world import World
+from raymoe.workload.memory_needed import MANY_RUNS, SMALL_TOKENS
 from raymoe.workload.progress import MOST_LOADS, Block, Listener
 from raymoe.workload.traffic import Traffic, imbalance
 
@@ -36,18 +37,28 @@ def percentile(times: Sequence[float], percent: float) -> float:
 
 
 def spread(us: Sequence[float]) -> dict[str, object]:
-    """Return the keys of a result line about times in microseconds.
+    """Return the keys of a result line about times in microseconds. A sample is one run; a step's keys may say more.
 
     >>> spread([4.0, 2.0])
-    {'samples': 2, 'us_p50': 3.0, 'us_p99': 4.0, 'us_min': 2.0, 'us_max': 4.0}
+    {'samples': 2, 'runs': 1, 'us_p50': 3.0, 'us_p99': 4.0, 'us_min': 2.0, 'us_max': 4.0}
     """
     return {
         "samples": len(us),
+        "runs": 1,
         "us_p50": median(us),
         "us_p99": percentile(us, 99),
         "us_min": min(us),
         "us_max": max(us),
     }
+
+
+def runs_of(tokens: int, captured: object, l2: str | None) -> int:
+    """Return how many runs a sample is the mean of: one for CPU ranks, and for an eager call on a cold cache.
+
+    >>> runs_of(128, True, "cold"), runs_of(128, False, "cold"), runs_of(4096, True, "warm"), runs_of(128, False, None)
+    (20, 1, 1, 1)
+    """
+    return MANY_RUNS if tokens <= SMALL_TOKENS and (l2 == "warm" or (captured and l2 == "cold")) else 1
 
 
 def on_wire(total: float, busiest: float, us: float) -> dict[str, object]:
@@ -180,8 +191,8 @@ def _measure(world: World, steps: Steps, do_step: DoStep, report: Listener, labe
                     step = do_step(index, verify=True)
                     _check_error(world, step.error, index - steps.warmup, steps.bound, samples, label)
                     verified.append((index, step_began, monotonic()))
-                else:
-                    step = do_step(index, verify=False)
+                # The times of a verified step do not count: other work ran between its operations.
+                step = do_step(index, verify=False)
                 own_times.append((step.us, step.host_us))
         ended = monotonic()
         by_step, longest = _times_of_all(world, own_times, ended - began, label)

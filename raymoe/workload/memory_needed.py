@@ -63,7 +63,8 @@ def heap_bytes(spec: ExchangeSpec, ranks: int) -> int:
 # GPU memory of an exchange on each rank.
 
 SMALL_TOKENS = 128
-"""Up to so many tokens a rank, a sample is the mean of many calls."""
+"""Up to so many tokens a rank, a sample of a CUDA graph is the mean of MANY_RUNS runs."""
+MANY_RUNS = 20
 
 FLUSH_BYTES = 256 << 20
 """Size of the buffer that is written to flush the L2 cache: more than twice the L2 of any GPU so far."""

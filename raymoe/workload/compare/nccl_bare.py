@@ -21,7 +21,7 @@ from raymoe.memory.world import World
 from raymoe.workload.clock import OpClock, Work, calls_of
 from raymoe.workload.compare.other_systems import skipped_line
 from raymoe.workload.inputs import Routing, draws_of
-from raymoe.workload.measure import Line, Step, Steps, measure, result_line, shape_keys
+from raymoe.workload.measure import Line, Step, Steps, measure, result_line, runs_of, shape_keys
 from raymoe.workload.memory_needed import spec_of
 from raymoe.workload.progress import Progress, step_listener
 from raymoe.workload.traffic import ExchangeTraffic, Traffic, rows_for
@@ -52,7 +52,8 @@ def run_nccl_bare(case: Case, world: World, progress: Callable[[Progress], None]
     return [
         result_line(case, op, traffic[op], samples, index)
         | shape_keys(case, job.exchange.backend)
-        | {"graph": graph, "l2": l2, "leaves_out": LEFT_OUT[op], "device": device}
+        | {"graph": graph, "l2": l2, "runs": runs_of(spec.tokens, graph, l2)}
+        | {"leaves_out": LEFT_OUT[op], "device": device}
         for index, (op, l2) in enumerate((op, l2) for op in LEFT_OUT for l2 in ("cold", "warm"))
     ]
 

@@ -33,7 +33,7 @@ from raymoe.errors import RaymoeError
 from raymoe.fp8 import FP8
 from raymoe.memory.world import World
 from raymoe.workload.inputs import Routing, draws_of
-from raymoe.workload.measure import Line, Step, Steps, measure, result_line, shape_keys
+from raymoe.workload.measure import Line, Step, Steps, measure, result_line, runs_of, shape_keys
 from raymoe.workload.memory_needed import heap_bytes, spec_of
 from raymoe.workload.progress import Progress, step_listener
 from raymoe.workload.traffic import traffic_of
@@ -263,7 +263,9 @@ def run_other(case: Case, world: World, progress: Callable[[Progress], None]) ->
     by_op = traffic_of(world, draws_of(Routing.of(job), world.rank), spec).by_op
     shared = shape_keys(case, job.exchange.backend) | step.keys
     return [
-        result_line(case, op, by_op[op], samples, index) | shared | {"l2": l2, "leaves_out": step.left_out[op]}
+        result_line(case, op, by_op[op], samples, index)
+        | shared
+        | {"l2": l2, "runs": runs_of(spec.tokens, step.keys.get("graph"), l2), "leaves_out": step.left_out[op]}
         for index, (op, l2) in enumerate(step.ops)
     ]
 

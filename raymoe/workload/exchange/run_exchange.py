@@ -30,6 +30,7 @@ from raymoe.workload.measure import (
     load_keys,
     measure,
     result_line,
+    runs_of,
     shape_keys,
 )
 from raymoe.workload.memory_needed import spec_of
@@ -85,6 +86,7 @@ def run_exchange(case: Case, world: World, progress: Callable[[Progress], None])
         | load_keys(load, index)
         | keys
         | {"l2": l2, "timeline": timelines.get(op) if l2 == "cold" else None}
+        | {"runs": runs_of(spec.tokens, keys.get("graph"), l2)}
         | host_times(samples, index)
         | domain_keys(world, spec, op)
         for index, (op, l2) in enumerate(step.ops)

@@ -12,7 +12,17 @@ from raymoe.config import Case
 from raymoe.memory.world import World
 from raymoe.workload.inputs import Batch, Draw, Inputs, Routing
 from raymoe.workload.layer.passes import LayerPasses
-from raymoe.workload.measure import Line, Step, Steps, WorkloadStep, load_keys, measure, result_line, shape_keys
+from raymoe.workload.measure import (
+    Line,
+    Step,
+    Steps,
+    WorkloadStep,
+    load_keys,
+    measure,
+    result_line,
+    runs_of,
+    shape_keys,
+)
 from raymoe.workload.oracle import LAYER_SLACK, bound_of
 from raymoe.workload.progress import Progress, step_listener
 from raymoe.workload.traffic import Traffic, domain_keys, expert_load, traffic_of, work_of
@@ -50,7 +60,10 @@ def run_layer(case: Case, world: World, progress: Callable[[Progress], None]) ->
             line |= {"routing": job.layer.router.kind}
         forward = {STEP: "exchange", DISPATCH: DISPATCH, COMBINE: COMBINE}
         net = domain_keys(world, passes.spec, "" if op == STEP and passes.backward else forward.get(op, ""))
-        lines.append(line | {"l2": l2} | step.keys | load_keys(load, index) | net)
+        # The parts inside a step have events of their own, in single runs.
+        many = op == STEP or op.endswith("_alone")
+        runs = runs_of(job.shape.tokens, step.keys.get("graph"), l2) if many else 1
+        lines.append(line | {"l2": l2, "runs": runs} | step.keys | load_keys(load, index) | net)
     return lines
 
 

@@ -199,6 +199,7 @@ class GpuCopyStep:
             "transport": f"auto:{used}" if self.copy.transport == "auto" else used,
             "graph": self.graph,
             "sms": self.channels.sms,
+            "runs": self.calls,
             "device": torch.cuda.get_device_name(self.world.device),
         }
 

@@ -16,7 +16,7 @@ import torch
 from raymoe.config import Case
 from raymoe.errors import WrongResult, one_line
 from raymoe.memory.world import World
-from raymoe.workload.measure import Line, Samples, Step, Steps, measure, result_line
+from raymoe.workload.measure import Line, Samples, Step, Steps, measure, result_line, runs_of
 from raymoe.workload.pointwise.operations import OPERATIONS, RowSizes, drawn, error_of, poison
 from raymoe.workload.pointwise.row_systems import (
     COPIES,
@@ -109,7 +109,8 @@ def _line_of(system: str, index: int, task: Task, run: _RunContext) -> Line:
                 if system in OWN:
                     raise
                 reason = one_line(str(error))
-        keys: Line = {"graph": clock.captured, "l2": None if world.device.type == "cpu" else "cold"}
+        l2 = None if world.device.type == "cpu" else "cold"
+        keys: Line = {"graph": clock.captured, "l2": l2, "runs": runs_of(task.sizes.tokens, clock.captured, l2)}
     return _line(case, task, system, samples, reason) | keys | {"device": _device(world)}
 
 

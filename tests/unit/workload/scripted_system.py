@@ -37,12 +37,14 @@ def main(fd: int) -> None:
             )
         )
     )
-    for step in range(1000):
+    step = 0
+    while True:
         index, verify = connection.recv()
-        assert index == step
+        assert index == step, "a verified step is done once more, for its times"
         if mine and script == "crashes" and step == 3:
             os.abort()
         if mine and script == "lies" and verify:
             connection.send(Answer(failure="its dispatch of step 2 was wrong: nothing came"))
             return
         connection.send(Answer((10.0 + order.rank, 8.0)))
+        step += not verify
