@@ -12,6 +12,8 @@ from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING
 
+from raymoe.cuda.launch import Launch
+from raymoe.cuda.launcher import Copies, Launcher
 from raymoe.cuda.nvml import nvlinked
 from raymoe.errors import ConfigError
 from raymoe.exchange.calls import Calls
@@ -28,8 +30,6 @@ if TYPE_CHECKING:
     import torch
 
     from raymoe.cuda.error_word import ErrorWord
-    from raymoe.cuda.launch import Kernels
-    from raymoe.cuda.stream_order import StreamOrder
     from raymoe.memory.heap import DeviceHeap
     from raymoe.memory.watchdog import Watchdog
     from raymoe.memory.world import World
@@ -263,10 +263,10 @@ class Workspace:
       costs a little speed. With `staged`, a later launch of an operation overwrites the times of an earlier one.
     """
 
-    def __init__(self, world: World, *specs: ExchangeSpec, traced: bool = False) -> None:
-        from raymoe.cuda.error_word import ErrorWord
-        from raymoe.cuda.launch import Kernels
-        from raymoe.cuda.stream_order import StreamOrder
+    def __init__(
+        self, world: World, *specs: ExchangeSpec, traced: bool = False, launcher: Launcher | None = None
+    ) -> None:
+        """`launcher` launches the kernels of all exchanges on the workspace; by default, on the world's GPU."""
         from raymoe.memory.watchdog import Watchdog
 
         # RAYMOE_STAMPS=1: every slot is stamped with its epoch, and each reader checks the stamp. Tests check the
@@ -290,11 +290,11 @@ class Workspace:
         for word, value in ((0, scratch.bad_entry), (2, scratch.bad_count)):
             own[word] = value - 2**64
         world.gpu.synchronise()
-        self.kernels = Kernels(world.gpu)
-        self.error = ErrorWord(world.gpu, world.rank)
+        self.launcher = Launcher(world.gpu) if launcher is None else launcher
+        self.error = self.launcher.error_word(world.rank)
         self.watch = self.error.watch(world.timeout_s)
         self._watchdog = Watchdog(world, on_abort=self.error.abort)
-        self._order = StreamOrder(world.gpu)
+        self._order = self.launcher.order
         self.stream: Callable[[], int] = self._order.current
         """Gives the driver's number of the stream that `enqueue` would use now."""
         self.captured = False
@@ -302,7 +302,7 @@ class Workspace:
         self._closed = False
         self._sent_by: dict[str, object | None] = {}
         self.calls = Calls()
-        release = partial(_let_go, self.heap, self._watchdog, self.error, self._order, self.kernels)
+        release = partial(_let_go, self.heap, self._watchdog, self.error, self.launcher)
         name = f"a workspace of rank {world.rank} of world {world.name!r}"
         self._forget = world.unclosed.watch(self, name, release, at_once=False)
         world.barrier("workspace: ready")  # no kernel runs before the words of all ranks have their first values
@@ -328,14 +328,14 @@ class Workspace:
         """Note that the receive is enqueued."""
         self._sent_by[op] = None
 
-    def enqueue(self, op: str, sms: int, steps: Iterable[Callable[[int], None]]) -> None:
+    def enqueue(self, op: str, sms: int, launches: Iterable[Launch | Copies]) -> None:
         """Enqueue launches of an operation on the current stream, after the last operation of this workspace.
 
         `sms` is the number of SMs that the largest of them occupies.
         """
         stream, capture = self._order.enter(op, sms)
-        for step in steps:
-            step(stream)
+        for launch in launches:
+            launch.enqueue(stream)
         self._order.leave(stream, capture)
         self.captured = capture != 0
 
@@ -388,8 +388,7 @@ class Workspace:
             self.heap.close()
             self._watchdog.close()
             self.error.close()
-            self._order.close()
-            self.kernels.close()
+            self.launcher.close()
 
     def __enter__(self) -> Workspace:
         return self
@@ -398,10 +397,9 @@ class Workspace:
         self.close()
 
 
-def _let_go(heap: DeviceHeap, watchdog: Watchdog, error: ErrorWord, order: StreamOrder, kernels: Kernels) -> None:
+def _let_go(heap: DeviceHeap, watchdog: Watchdog, error: ErrorWord, launcher: Launcher) -> None:
     """Release the resources of a workspace that was dropped. It does not wait for peers, which may still use theirs."""
     heap.unmap_peers()
     watchdog.close()
     error.close()
-    order.close()
-    kernels.close()
+    launcher.close()

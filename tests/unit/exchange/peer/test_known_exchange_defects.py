@@ -19,8 +19,8 @@ from tests.emulator.steps import Steps
 from tests.unit.caught_by import missing
 from tests.unit.exchange.exchange_cases import Case, Result, batches
 
-HERE = "unit/test_known_exchange_defects.py"
-EMULATED, ON_GPUS = "unit/test_kernels_emulated.py", "gpu/test_exchange_gpu.py"
+HERE = "unit/exchange/peer/test_known_exchange_defects.py"
+EMULATED, ON_GPUS = "unit/exchange/peer/test_kernels_emulated.py", "gpu/test_exchange_gpu.py"
 
 NEEDS_COMPILER = pytest.mark.skipif(compiler() is None, reason="no C++ compiler on this machine")
 
@@ -28,44 +28,44 @@ CAUGHT_BY = {
     "an element stride from an integer division that truncates": [
         f"{EMULATED}::test_rows_arrive_as_planned_and_return_summed",
         f"{ON_GPUS}::test_cases_at_the_limits_of_the_contract_are_right",
-        "unit/test_plan.py::test_impossible_specs_are_refused",
+        "unit/exchange/test_plan.py::test_impossible_specs_are_refused",
     ],
     "checks of shapes and counts dropped because of graphs": [
-        "unit/test_exchange_arguments.py::test_wrong_arguments_of_dispatch_are_refused",
+        "unit/exchange/test_exchange_arguments.py::test_wrong_arguments_of_dispatch_are_refused",
         f"{ON_GPUS}::test_misuse_is_refused_before_anything_is_sent",
     ],
     "a result of zeros that hides missing or duplicate rows": [
-        "unit/test_oracle.py::test_an_injected_error_exceeds_the_bound",
-        "unit/test_exchange.py::test_the_oracle_is_not_linear_through_zero",
+        "unit/workload/test_oracle.py::test_an_injected_error_exceeds_the_bound",
+        "unit/exchange/test_exchange.py::test_the_oracle_is_not_linear_through_zero",
         f"{ON_GPUS}::test_replays_and_eager_steps_mix_in_any_order",
     ],
     "padding rows taken for tokens downstream": [
-        "unit/test_exchange.py::test_generated_cases_match_plan_and_oracle",
+        "unit/exchange/test_exchange.py::test_generated_cases_match_plan_and_oracle",
         f"{ON_GPUS}::test_drawn_cases_are_right",
     ],
     "a cached buffer reused for another dtype or width": [
-        "unit/test_exchange.py::test_two_exchanges_in_one_world_give_correct_results",
+        "unit/exchange/test_exchange.py::test_two_exchanges_in_one_world_give_correct_results",
         f"{EMULATED}::test_two_exchanges_of_one_workspace_are_correct_in_turns",
         f"{ON_GPUS}::test_exchanges_run_side_by_side",
     ],
     "a context bound to the global group while the caller passed a sub-group": [
-        "unit/test_world_group.py::test_an_exchange_over_a_group_uses_only_its_ranks",
+        "unit/memory/test_world_group.py::test_an_exchange_over_a_group_uses_only_its_ranks",
         f"{ON_GPUS}::test_an_exchange_over_a_group_is_bound_to_the_group",
     ],
     "expert ids out of range that corrupt counts": [
-        "unit/test_exchange_faults.py::test_all_ranks_raise_on_an_id_out_of_range",
+        "unit/exchange/test_exchange_faults.py::test_all_ranks_raise_on_an_id_out_of_range",
         f"{EMULATED}::test_all_ranks_refuse_the_same_step_and_the_next_one_works",
         f"{ON_GPUS}::test_all_ranks_refuse_bad_data_and_the_next_step_works",
     ],
     "64-bit slots written by 32-bit operations": [f"{HERE}::test_epochs_have_more_than_32_bits"],
     "a reset that races the next signal": [
-        "unit/test_transport_words.py::test_no_interleaving_loses_or_doubles_a_signal",
-        "unit/test_protocol_explorer.py::test_the_protocol_holds_for_three_epochs_in_any_order",
+        "unit/transport/test_transport_words.py::test_no_interleaving_loses_or_doubles_a_signal",
+        "unit/exchange/peer/test_protocol_explorer.py::test_the_protocol_holds_for_three_epochs_in_any_order",
         f"{EMULATED}::test_rows_arrive_as_planned_and_return_summed",
     ],
     "pointer tables not checked for size or device": [
         f"{HERE}::test_a_table_of_too_few_or_too_many_peers_is_refused",
-        "unit/test_exchange_arguments.py::test_a_backend_is_refused_with_what_the_gpus_lack",
+        "unit/exchange/test_exchange_arguments.py::test_a_backend_is_refused_with_what_the_gpus_lack",
         f"{ON_GPUS}::test_misuse_is_refused_before_anything_is_sent",
     ],
     "a flag seen before the data that it announces": [
@@ -77,28 +77,28 @@ CAUGHT_BY = {
         f"{ON_GPUS}::test_no_launch_takes_more_sms_than_asked_for",
     ],
     "a capacity from the local token count, so that unequal ranks write out of bounds": [
-        "unit/test_exchange_arguments.py::test_all_ranks_raise_if_specs_or_backends_differ_or_are_impossible",
-        "unit/test_plan.py::test_the_worst_capacity_holds_the_worst_routings",
+        "unit/exchange/test_exchange_arguments.py::test_all_ranks_raise_if_specs_or_backends_differ_or_are_impossible",
+        "unit/exchange/test_plan.py::test_the_worst_capacity_holds_the_worst_routings",
         f"{EMULATED}::test_all_ranks_refuse_the_same_step_and_the_next_one_works",
         f"{ON_GPUS}::test_drawn_cases_are_right",
     ],
     "a smaller later call that fails on a larger cached buffer": [
-        "unit/test_exchange.py::test_generated_cases_match_plan_and_oracle",
+        "unit/exchange/test_exchange.py::test_generated_cases_match_plan_and_oracle",
         f"{ON_GPUS}::test_replays_and_eager_steps_mix_in_any_order",
     ],
     "layers that share one buffer and overwrite saved activations": [
-        "unit/test_exchange.py::test_several_dispatches_may_be_outstanding",
-        "unit/test_exchange_arguments.py::test_depth_and_layout_decide_where_rows_arrive",
+        "unit/exchange/test_exchange.py::test_several_dispatches_may_be_outstanding",
+        "unit/exchange/test_exchange_arguments.py::test_depth_and_layout_decide_where_rows_arrive",
         f"{ON_GPUS}::test_several_dispatches_may_be_outstanding",
     ],
     "one byte a thread": [
-        "unit/test_kernels_compile.py::bulk_kernels_move_bytes_by_bulk_copies",
-        "unit/test_kernels_compile.py::kernels_without_bulk_copies_move_pieces_of_16_bytes",
+        "unit/cuda/test_kernels_compile.py::bulk_kernels_move_bytes_by_bulk_copies",
+        "unit/cuda/test_kernels_compile.py::kernels_without_bulk_copies_move_pieces_of_16_bytes",
     ],
     "counts exchanged twice": [f"{HERE}::test_a_combine_sends_no_counts"],
     "weights accepted and ignored": [
-        "unit/test_plan.py::test_sums_equal_float64_sums_rounded_once",
-        "unit/test_exchange.py::test_generated_cases_match_plan_and_oracle",
+        "unit/exchange/test_plan.py::test_sums_equal_float64_sums_rounded_once",
+        "unit/exchange/test_exchange.py::test_generated_cases_match_plan_and_oracle",
         f"{ON_GPUS}::test_drawn_cases_are_right",
     ],
     "only top-1": [
@@ -106,8 +106,8 @@ CAUGHT_BY = {
         f"{ON_GPUS}::test_cases_at_the_limits_of_the_contract_are_right",
     ],
     "metadata keys deleted under a slow rank": [
-        "unit/test_world.py::test_swaps_are_correct_at_any_pace",
-        "unit/test_exchange.py::test_dispatches_and_combines_in_any_order_give_correct_sums",
+        "unit/memory/test_world.py::test_swaps_are_correct_at_any_pace",
+        "unit/exchange/test_exchange.py::test_dispatches_and_combines_in_any_order_give_correct_sums",
         f"{ON_GPUS}::test_several_dispatches_may_be_outstanding",
     ],
     "a first call inside capture": [
