@@ -65,6 +65,8 @@ class EmulatedWorld:
     unclosed: Any = field(default_factory=lambda: SimpleNamespace(watch=lambda *_, **__: lambda: None))
     """The machine owns the memory of a workspace, so a dropped workspace leaks nothing."""
     device: torch.device = field(default_factory=lambda: torch.device("cpu"))
+    waiter: Any = field(default_factory=lambda: SimpleNamespace(on_abort=lambda _: lambda: None))
+    """Nothing aborts the ranks of a machine from outside."""
 
     @property
     def rank(self) -> int:
@@ -272,10 +274,7 @@ def workspaces(
     heaps: dict[str, tuple[Layout, list[Memory]]] = {}
     size = emulator.ranks if ranks is None else ranks
     worlds = [EmulatedWorld(EmulatedGpu(emulator, rank), size, heaps, timeout_s) for rank in range(size)]
-    with (
-        mock.patch.dict(os.environ, {STAMPS_VARIABLE: str(int(stamped))}),
-        mock.patch("raymoe.memory.watchdog.Watchdog"),
-    ):
+    with mock.patch.dict(os.environ, {STAMPS_VARIABLE: str(int(stamped))}):
         return [
             Workspace(cast(Any, world), *specs, traced=traced, launcher=cast(Any, MachineLauncher(world.gpu)))
             for world in worlds

@@ -31,7 +31,6 @@ if TYPE_CHECKING:
 
     from raymoe.cuda.error_word import ErrorWord
     from raymoe.memory.heap import DeviceHeap
-    from raymoe.memory.watchdog import Watchdog
     from raymoe.memory.world import World
 
 
@@ -267,8 +266,6 @@ class Workspace:
         self, world: World, *specs: ExchangeSpec, traced: bool = False, launcher: Launcher | None = None
     ) -> None:
         """`launcher` launches the kernels of all exchanges on the workspace; by default, on the world's GPU."""
-        from raymoe.memory.watchdog import Watchdog
-
         # RAYMOE_STAMPS=1: every slot is stamped with its epoch, and each reader checks the stamp. Tests check the
         # protocol with it; it costs some speed.
         self.stamped = os.environ.get(STAMPS_VARIABLE) == "1"
@@ -293,7 +290,7 @@ class Workspace:
         self.launcher = Launcher(world.gpu) if launcher is None else launcher
         self.error = self.launcher.error_word(world.rank)
         self.watch = self.error.watch(world.timeout_s)
-        self._watchdog = Watchdog(world, on_abort=self.error.abort)
+        self._forget_aborts = world.waiter.on_abort(self.error.abort)
         self._order = self.launcher.order
         self.stream: Callable[[], int] = self._order.current
         """Gives the driver's number of the stream that `enqueue` would use now."""
@@ -302,7 +299,7 @@ class Workspace:
         self._closed = False
         self._sent_by: dict[str, object | None] = {}
         self.calls = Calls()
-        release = partial(_let_go, self.heap, self._watchdog, self.error, self.launcher)
+        release = partial(_let_go, self.heap, self._forget_aborts, self.error, self.launcher)
         name = f"a workspace of rank {world.rank} of world {world.name!r}"
         self._forget = world.unclosed.watch(self, name, release, at_once=False)
         world.barrier("workspace: ready")  # no kernel runs before the words of all ranks have their first values
@@ -386,7 +383,7 @@ class Workspace:
             self._closed = True
             self._forget()
             self.heap.close()
-            self._watchdog.close()
+            self._forget_aborts()
             self.error.close()
             self.launcher.close()
 
@@ -397,9 +394,9 @@ class Workspace:
         self.close()
 
 
-def _let_go(heap: DeviceHeap, watchdog: Watchdog, error: ErrorWord, launcher: Launcher) -> None:
+def _let_go(heap: DeviceHeap, forget_aborts: Callable[[], None], error: ErrorWord, launcher: Launcher) -> None:
     """Release the resources of a workspace that was dropped. It does not wait for peers, which may still use theirs."""
     heap.unmap_peers()
-    watchdog.close()
+    forget_aborts()
     error.close()
     launcher.close()
