@@ -429,12 +429,12 @@ def small(moving: DispatchGrid, summing: CombineGrid) -> tuple[DispatchGrid, Com
         replace(
             moving,
             senders=2,
-            placers=3,
-            routers=2,
+            placement_blocks=3,
+            counting_blocks=2,
             sender_warps=min(2, moving.sender_warps),
             sender_stages=min(2, moving.sender_stages),
             placement_warps=min(2, moving.placement_warps),
-            placer_stages=min(2, moving.placer_stages),
+            placement_stages=min(2, moving.placement_stages),
         ),
         replace(summing, local_blocks=2, final_blocks=2, local_warps=2),
     )
@@ -457,7 +457,7 @@ def deep(stages: int) -> Callable[[DispatchGrid, CombineGrid], tuple[DispatchGri
 
     def shape(moving: DispatchGrid, summing: CombineGrid) -> tuple[DispatchGrid, CombineGrid]:
         moving, summing = narrow(moving, summing)
-        one = replace(moving, placers=1, placement_warps=1, routers=1)
-        return replace(one, sender_stages=stages, placer_stages=stages), summing
+        one = replace(moving, placement_blocks=1, placement_warps=1, counting_blocks=1)
+        return replace(one, sender_stages=stages, placement_stages=stages), summing
 
     return shape

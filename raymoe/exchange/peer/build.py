@@ -15,7 +15,7 @@ from raymoe.exchange.peer.combine import CombineCall, CombineGrid, CombineParams
 from raymoe.exchange.peer.dealing import Dealing
 from raymoe.exchange.peer.dispatch import STAMP_BYTES, DispatchCall, DispatchParams
 from raymoe.exchange.peer.dispatch_grid import DispatchGrid, Rows
-from raymoe.exchange.peer.ll import CombineLlParams, DispatchLlParams, LlGrid, ll_routers
+from raymoe.exchange.peer.ll import CombineLlParams, DispatchLlParams, LlGrid, ll_counting_blocks
 from raymoe.exchange.peer.workspace import Slots, Workspace, slot_bytes_of
 from raymoe.exchange.spec import ExchangeSpec
 from raymoe.fp8 import FP8
@@ -131,8 +131,8 @@ class Build:
             done=space.offset("dispatch_done"),
             heads=space.offset("dispatch_heads"),
             taken=space.own("dispatch_taken"),
-            router_words=space.heap.address("router_words"),
-            router_counts=space.heap.address("router_counts"),
+            counting_words=space.heap.address("counting_words"),
+            counting_sums=space.heap.address("counting_sums"),
             half_slots=self.slots.buffer_slots,
             zero_slot=self.slots.zero,
             slot_bytes=self.slot_bytes,
@@ -144,19 +144,19 @@ class Build:
             together=grid.together,
             at_once=0,
             arrival_stride=round_up(space.bounds.tokens, WORD_STRIDE),
-            routers=grid.routers,
-            placers=grid.placers,
+            counting_blocks=grid.counting_blocks,
+            placement_blocks=grid.placement_blocks,
             placement_warps=grid.placement_warps,
-            placer_stages=grid.placer_stages,
+            placement_stages=grid.placement_stages,
         )
 
     def dispatch_ll_params(self, grid: LlGrid, sent: Dealing, placed: Dealing) -> DispatchLlParams:
         """Return the parameters of a launch for the most tokens of a call.
 
-        A call with fewer tokens sets `routers`, `router_runs` and `sent` for its own number.
+        A call with fewer tokens sets `counting_blocks`, `counting_runs` and `sent` for its own number.
         """
         space, spec = self.space, self.spec
-        routers, runs = ll_routers(spec.tokens * spec.topk, grid.arriving)
+        counting_blocks, runs = ll_counting_blocks(spec.tokens * spec.topk, grid.arriving)
         return DispatchLlParams(
             **self._dispatch_call(),
             rows=space.buffers("ll_dispatch_rows"),
@@ -166,8 +166,8 @@ class Build:
             entries=space.bounds.ll_entries,
             sent=sent,
             placed=placed,
-            routers=routers,
-            router_runs=runs,
+            counting_blocks=counting_blocks,
+            counting_runs=runs,
             leaving_sms=grid.leaving,
             arriving_sms=grid.arriving,
         )

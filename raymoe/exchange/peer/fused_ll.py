@@ -57,8 +57,8 @@ def _deal_sent(grid: LlGrid, units: int, groups: int, topk: int) -> Callable[[An
         dealing = known.get(tokens)
         if dealing is None:
             rows = grid.leave(units, groups, tokens).packed()
-            dealing = known[tokens] = (*ll.ll_routers(tokens * topk, grid.arriving), rows)
-        fields.routers, fields.router_runs, fields.sent = dealing
+            dealing = known[tokens] = (*ll.ll_counting_blocks(tokens * topk, grid.arriving), rows)
+        fields.counting_blocks, fields.counting_runs, fields.sent = dealing
 
     return deal
 

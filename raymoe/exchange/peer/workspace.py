@@ -18,7 +18,7 @@ from raymoe.cuda.nvml import nvlinked
 from raymoe.errors import ConfigError
 from raymoe.exchange.calls import Calls
 from raymoe.exchange.peer.combine import MOST_PIECES, most_pieces, number_bytes
-from raymoe.exchange.peer.dispatch import MAX_DONE, MOST_ROUTERS, STAMP_BYTES, Scratch
+from raymoe.exchange.peer.dispatch import MAX_DONE, MOST_COUNTING_BLOCKS, STAMP_BYTES, Scratch
 from raymoe.exchange.peer.ll import LINE_BYTES, quantised_lines, row_lines
 from raymoe.exchange.peer.trace import BLOCKS_A_SM, TRACE_POINTS, timeline
 from raymoe.exchange.refusal import Refusal
@@ -222,8 +222,8 @@ def workspace_layout(bounds: Bounds, ranks: int) -> Layout:
             Region("counts", (2, bounds.experts + ranks), "int32"),
             Region("passes", (2, ranks, 2), "int64"),
             Region("statuses", (2, ranks, Refusal.NBYTES // 8), "int64"),
-            Region("router_words", (MOST_ROUTERS,), "int64"),
-            Region("router_counts", (MOST_ROUTERS, bounds.experts), "int32"),
+            Region("counting_words", (MOST_COUNTING_BLOCKS,), "int64"),
+            Region("counting_sums", (MOST_COUNTING_BLOCKS, bounds.experts), "int32"),
             Region("routing_entries", (2, ranks * bounds.entries), "int64"),
             # Holds both buffers, the gap between them and the row of zeros, in rows of any of the specs.
             Region("dispatch_rows", (2 * ranks * bounds.dispatch_bytes + 3 * bounds.row_bytes,), "uint8"),

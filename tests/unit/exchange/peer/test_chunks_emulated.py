@@ -168,7 +168,7 @@ MISTAKES: dict[str, tuple[Late, tuple[Change, ...]]] = {
         LATE,
         injected("sending.cuh", "if (CHUNKED && warp_ < tokens && !await_row(warp_)) {", "if (false) {"),
     ),
-    "placers do not wait": (
+    "placement blocks do not wait": (
         LATE,
         injected("placing.cuh", "own_left && x_.there(token_of(next_own_));", "own_left;"),
     ),
