@@ -25,7 +25,7 @@ extern "C" __global__ void __launch_bounds__(raymoe::THREADS, 1)
         return;
     }
     const u32 warp = threadIdx.x / 32, sender_warp = blockIdx.x * p.sender_warps + warp;
-    const u32 wanted = ~(1u << p.peers.rank);  // the placers copy this rank's own rows
+    const u32 wanted = ~(1u << p.peers.rank);  // the placement blocks copy this rank's own rows
     for (u32 token = sender_warp; warp < p.sender_warps && token < tokens; token += p.all_sender_warps()) {
         const u32 mask = p.masks[token] & wanted;
         if (mask != 0) {

@@ -1,11 +1,11 @@
 // Dispatch: sends each token's row to the ranks of its experts, and copies it to its place there, expert by expert.
 //
 // One kernel with three kinds of blocks, all resident at once:
-//   senders   push rows into slots at the peers. The slot of a row is (source, token), so a sender needs no counts
-//             (sending.cuh)
-//   routers   number this rank's entries of each expert and store them at every rank (routing.cuh)
-//   placers   find each row's places from these entries, and copy rows there as they arrive (placing.cuh). The first
-//             placers route before that
+//   senders           push rows into slots at the peers. The slot of a row is (source, token), so a sender needs no
+//                     counts (sending.cuh)
+//   counting blocks   number this rank's entries of each expert and store them at every rank (routing.cuh)
+//   placement blocks  find each row's places from these entries, and copy rows there as they arrive (placing.cuh). The
+//                     first of them are counting blocks before that
 //
 // An entry is one of the K experts of a token. A routing entry is what the source publishes about it, in the region
 // `routing_entries`.
@@ -22,43 +22,44 @@
 // too; if rows cross as fp8 it is a peer of its own, and writes all of them to itself.
 //
 // Memory order of the words that cross ranks:
-//   heads     writer: counts and routing entries by ordinary stores of all routers; __syncthreads; ticket (acquire and
-//             release at GPU scope); the last router: fence.acq_rel.sys, relaxed store
-//             reader: for each source one thread of every placer: acquire; __syncthreads; ordinary loads
+//   heads     writer: counts and routing entries by ordinary stores of all counting blocks; __syncthreads; ticket
+//             (acquire and release at GPU scope); the last counting block: fence.acq_rel.sys, relaxed store
+//             reader: for each source one thread of every placement block: acquire; __syncthreads; ordinary loads
 //   arrivals  writer: bulk stores of the row; cp.async.bulk.wait_group (not .read); fence.acq_rel.sys; relaxed store.
 //             For rows as fp8 one warp waits; then an mbarrier; another warp fences and stores
 //             reader: for each source one thread of a placement warp: acquire; __syncwarp; the driving thread:
 //             fence.proxy.async, bulk load of the slot
 //   done      writer: each warp waits for all its bulk stores; __syncthreads; for each peer one thread:
 //             fence.acq_rel.sys, relaxed store
-//             reader: the last block out, and with `at_once` every placer: acquire; __syncthreads; before a bulk load
-//             as above
+//             reader: the last block out, and with `at_once` every placement block: acquire; __syncthreads; before a
+//             bulk load as above
 //
 // Why no slot is overwritten before it is read. No block waits before it stores to a peer. Epoch e + 2 writes the
 // buffer that epoch e wrote. Its writer w has ended epoch e + 1, and no kernel ends before the words of that epoch of
 // all peers have come (`await_all`). A peer stores those words in its own epoch e + 1, which its stream begins after
-// its readers of e. These are the placers of e, and with layout rank also the kernels that its caller enqueued between
-// the two dispatches. So every rank runs every dispatch, and its senders tell every peer that they are done, also with
-// nothing to send.
+// its readers of e. These are the placement blocks of e, and with layout rank also the kernels that its caller enqueued
+// between the two dispatches. So every rank runs every dispatch, and its senders tell every peer that they are done,
+// also with nothing to send.
 //
 // Split form: a launch with PART_ROUTE and PART_SEND, and a later one of the same stream with PART_PLACE. Both read the
 // same epoch; the second ends it.
 //
 // Known routing (a build with KNOWN_ROUTING): rows go to the places that an earlier dispatch of any epoch gave to its
-// rows. Its results are input: `masks` and its number of tokens for senders, `home`, offsets and counts for placers.
-// They do not change. There are no routers, so routing entries keep what they hold. The first placer stores this rank's
-// pass, counts of zero and the head at every rank (passes.cuh). So `passes` and `counts` are written in such epochs
-// too, in the buffer of the epoch's parity, and read by the same epoch's placers and last blocks out: the argument
-// above holds for them as for slots. Placers wait for all heads, and place no row if the ranks' passes differ. A rank
-// that routes in such an epoch finds heads, and no row from the ranks whose routing is known: its kernel ends, and its
-// combine is refused, because no other rank combines a dispatch of this epoch.
+// rows. Its results are input: `masks` and its number of tokens for senders, `home`, offsets and counts for placement
+// blocks. They do not change. There are no counting blocks, so routing entries keep what they hold. The first placement
+// block stores this rank's pass, counts of zero and the head at every rank (passes.cuh). So `passes` and `counts` are
+// written in such epochs too, in the buffer of the epoch's parity, and read by the same epoch's placement blocks and
+// last blocks out: the argument above holds for them as for slots. Placement blocks wait for all heads, and place no
+// row if the ranks' passes differ. A rank that routes in such an epoch finds heads, and no row from the ranks whose
+// routing is known: its kernel ends, and its combine is refused, because no other rank combines a dispatch of this
+// epoch.
 //
-// Again (a build with AGAIN_ROUTED): a dispatch of a backward pass that routes its rows anew. The last router also
-// stores the pass, before its fence. The last block out compares.
+// Again (a build with AGAIN_ROUTED): a dispatch of a backward pass that routes its rows anew. The last counting block
+// also stores the pass, before its fence. The last block out compares.
 //
 // Rows in chunks (a build with CHUNKED_ROWS): rows of x come over the rail while the kernel runs. chunks.cuh has the
-// words. Senders and placers wait for a row of x before they load it. Such a wait ends whatever the peers' kernels do.
-// So the argument above holds.
+// words. Senders and placement blocks wait for a row of x before they load it. Such a wait ends whatever the peers'
+// kernels do. So the argument above holds.
 //
 // A failed wait poisons (sync.cuh). From then on every launch returns at once, stores nothing to peers, and gives
 // counts of 0; with known routing, rows that are unspecified.
@@ -66,7 +67,7 @@
 #include "raymoe/peer/dispatch/beginning.cuh"
 #include "raymoe/peer/dispatch/dispatch.cuh"
 #include "raymoe/peer/dispatch/passes.cuh"
-#include "raymoe/peer/dispatch/placers.cuh"
+#include "raymoe/peer/dispatch/placement_blocks.cuh"
 #include "raymoe/base/ptx.cuh"
 #include "raymoe/peer/dispatch/quantised_sending.cuh"
 #include "raymoe/peer/dispatch/routing.cuh"
@@ -138,14 +139,14 @@ extern "C" __global__ void __launch_bounds__(raymoe::THREADS, 1)
         send_rows(p, epoch, tokens, blockIdx.x, shared);
 #endif
     } else if (may) {
-        const u32 placer = blockIdx.x - senders;
+        const u32 block = blockIdx.x - senders;
         bool ok = true;
-        if (!KNOWN && p.parts & PART_ROUTE && placer < p.routers) {
-            ok = Router(p, epoch, tokens, placer, shared).run();
-            __syncthreads();  // the placers use the routers' shared memory
+        if (!KNOWN && p.parts & PART_ROUTE && block < p.counting_blocks) {
+            ok = CountingBlock(p, epoch, tokens, block, shared).run();
+            __syncthreads();  // the placement blocks use the counting blocks' shared memory
         }
         if (ok && p.parts & PART_PLACE) {
-            place_rows(p, epoch, placer, shared);
+            place_rows(p, epoch, block, shared);
         }
     }
     if (!(p.parts & PART_PLACE)) {

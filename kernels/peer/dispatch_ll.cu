@@ -2,8 +2,8 @@
 //
 // One launch. Some SMs send, the others place (roles_ll.cuh); the first of those route before. Rows travel in lines,
 // counts and routing entries as words. All of them hold the epoch (lines.cuh), so there is no flag and no fence, and a
-// sender waits for nothing. A placer looks at a row while it waits for the counts, because the row may come with them.
-// Rows come expert by expert only; with layout rank there are no plain rows that `index` could point to.
+// sender waits for nothing. A placement warp looks at a row while it waits for the counts, because the row may come
+// with them. Rows come expert by expert only; with layout rank there are no plain rows that `index` could point to.
 //
 // Memory map of every rank's heap; s is the source, [2] the parity of the epoch:
 //   rows [2][s][token]           lines, as many as a row takes (rows_ll.cuh, quantised_rows_ll.cuh)
@@ -114,9 +114,9 @@ class Sender {
 };
 
 // A warp that places. It calls `begin` for a unit, `await` until the unit is `settled`, then `place`.
-class Placer {
+class PlacementWarp {
   public:
-    __device__ Placer(const DispatchLlParams& p, u64 epoch, u8* stages)
+    __device__ PlacementWarp(const DispatchLlParams& p, u64 epoch, u8* stages)
         : p_(p), epoch_(epoch), units_(p, epoch, stages) {}
 
     __device__ __forceinline__ void begin(u32 u) {
@@ -207,7 +207,7 @@ class Placer {
 // Places this block's units. All threads of the block call this. Returns false if this thread's part was not done, or
 // the step is refused. If a wait fails, the last block out stores counts of 0.
 __device__ inline bool place_ll(const DispatchLlParams& p, u64 epoch, const Role& role, u8* shared, u8* stages) {
-    Placer placer(p, epoch, stages);
+    PlacementWarp placement_warp(p, epoch, stages);
     EarlyCounts counts(p, epoch);
     const u32 units = p.placed.all(p.slot_tokens), first = role.warp();
     if (role.round != 0 && role.number * WARPS >= units) {
@@ -216,8 +216,8 @@ __device__ inline bool place_ll(const DispatchLlParams& p, u64 epoch, const Role
     bool ok = true, here = first < units;
     Places where(p, reinterpret_cast<u32*>(shared));
     if (here) {
-        placer.begin(first);
-        ok = placer.await([&] { return counts.look(); });
+        placement_warp.begin(first);
+        ok = placement_warp.await([&] { return counts.look(); });
     }
     where.find([&](u32 source, u32 expert) {
         u32 count = 0;
@@ -228,28 +228,29 @@ __device__ inline bool place_ll(const DispatchLlParams& p, u64 epoch, const Role
     if (!__syncthreads_and(ok)) {
         return false;
     }
-    if (ArrivingUnits::BRIEF && here && placer.settled() && where.fits()) {  // before the gaps, which no rank waits for
-        ok = placer.place(where);
+    // Before the gaps, which no rank waits for.
+    if (ArrivingUnits::BRIEF && here && placement_warp.settled() && where.fits()) {
+        ok = placement_warp.place(where);
         here = false;
     }
     if (role.round == 0) {
-        // This block's share of the gaps, or of the work if rows do not fit. Gaps begin with the last placer, because
-        // few rows begin with the first one.
+        // This block's share of the gaps, or of the work if rows do not fit. Gaps begin with the last placement block,
+        // because few rows begin with the first one.
         begin_placing(p, where, {p.arriving_sms - 1 - role.place, p.arriving_sms}, NO_INDEX);
     }
     for (u32 u = first; where.fits();) {
         if (here) {
-            if (!placer.settled() && !placer.await([] { return false; })) {
+            if (!placement_warp.settled() && !placement_warp.await([] { return false; })) {
                 return false;
             }
-            ok = placer.place(where) && ok;
+            ok = placement_warp.place(where) && ok;
         }
         u += role.warps();
         if (u >= units) {
             break;
         }
-        placer.begin(u);
-        here = placer.row().token < where.tokens(placer.row().source);
+        placement_warp.begin(u);
+        here = placement_warp.row().token < where.tokens(placement_warp.row().source);
     }
     trace(p.trace, AT_PLACED);
     return ok && where.fits();
@@ -262,15 +263,15 @@ extern "C" __global__ void __launch_bounds__(raymoe::THREADS, 2)
     using namespace raymoe;
     extern __shared__ __align__(128) u8 shared[];
     const DispatchBeginning beginning(p);
-    u8* stages = shared + ((Places::shared_words(p) * 4 + 15) & ~15u);  // of the warps, after the placers' shared words
+    u8* stages = shared + ((Places::shared_words(p) * 4 + 15) & ~15u);  // of the warps, after the words of `Places`
     const Role role(p.leaving_sms, p.arriving_sms);
     Sender sender(p, stages, role.warp(), role.warps());
-    LlRouter router(p, role.place, shared);
-    const bool routes = !role.leaves && role.round == 0 && role.place < p.routers;
+    LlCountingBlock counting_block(p, role.place, shared);
+    const bool routes = !role.leaves && role.round == 0 && role.place < p.counting_blocks;
     if (role.leaves && Leaving::EARLY) {
         sender.begin();
     } else if (routes) {
-        router.begin();
+        counting_block.begin();
     }
     const auto [epoch, tokens, may] = beginning.run();
     bool ok = may && !beginning.refused();
@@ -278,8 +279,8 @@ extern "C" __global__ void __launch_bounds__(raymoe::THREADS, 2)
         sender.run(epoch, tokens);
     } else if (may) {
         if (routes) {
-            ok = router.run(epoch, tokens) && ok;
-            __syncthreads();  // the placers use the routers' shared memory
+            ok = counting_block.run(epoch, tokens) && ok;
+            __syncthreads();  // the placement blocks use the counting blocks' shared memory
         }
         ok = place_ll(p, epoch, role, shared, stages) && ok;
     }

@@ -18,7 +18,7 @@
 // that reason the copies start from slots and not from x.
 //
 // Memory order of the one word that crosses ranks (this kernel writes none):
-//   heads   writer: the last router of p, after all readers of e at p: fence.acq_rel.sys, relaxed store
+//   heads   writer: the last counting block of p, after all readers of e at p: fence.acq_rel.sys, relaxed store
 //           reader: for each rank one thread of every block: acquire; __syncthreads; ordinary stores into own slots.
 //           The copies are later in the stream
 

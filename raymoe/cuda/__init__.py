@@ -1,5 +1,6 @@
 """The CUDA runtime from Python: compile, load, launch, order streams, capture graphs. No kernel of ours is named here.
 
-Read first: `jit.py` (compile), `launch.py` (load and launch), `params.py` (the parameters of a kernel).
+Read first: `jit.py` (compile), `launch.py` (load and launch), `params.py` (the parameters of a kernel),
+`launcher.py` (all that an exchange takes from its GPU).
 Importing these modules loads neither torch nor a CUDA library.
 """

@@ -61,10 +61,10 @@ class ErrorWord:
 
     def abort(self, reason: str) -> None:
         """End the current wait within about 100 us, and every later wait. Any thread may call this."""
-        with self._lock:
+        with self._lock:  # `close` does not free the word meanwhile
             if self._reason is None:
                 self._reason = reason
-        self._host.words[_ABORT] = 1
+            self._host.words[_ABORT] = 1
 
     def record(self) -> ErrorRecord | None:
         """The record of the first failed wait, or None."""
@@ -104,7 +104,8 @@ class ErrorWord:
         self._gpu.synchronise()
         with self._gpu.current():
             call("cuMemFree", self._poison)
-        self._host.close()
+        with self._lock:
+            self._host.close()
 
 
 def _zeroed(gpu: Gpu, nbytes: int) -> U64:

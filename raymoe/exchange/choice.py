@@ -275,20 +275,17 @@ def _make_on_gpu(choice: Choice, world: World, spec: ExchangeSpec, workspace: Wo
 
         launcher = world.shared(SharedLauncher)
         return NcclAllgather(world, spec, world.shared(NcclRounds), launcher)
-    if name == "staged" and spec.by_copy_engine:
-        from raymoe.exchange.peer.staged import CopiedBackend
+    from raymoe.exchange.peer.fused import FUSED
+    from raymoe.exchange.peer.fused_chunks import CHUNKS, ChunksBackend
+    from raymoe.exchange.peer.fused_ll import FEW_TOKENS
+    from raymoe.exchange.peer.peer_backend import PeerBackend
+    from raymoe.exchange.peer.staged import COPIED, STAGED
 
-        return CopiedBackend(world, spec, workspace, sms)
     if name == "staged":
-        from raymoe.exchange.peer.staged import StagedBackend
-
-        return StagedBackend(world, spec, workspace, sms)
-    from raymoe.exchange.peer.fused import FusedBackend
-    from raymoe.exchange.peer.fused_chunks import FusedChunksBackend
-    from raymoe.exchange.peer.fused_ll import FusedLlBackend
-
-    kind = FusedLlBackend if choice.lines else FusedChunksBackend if choice.chunk else FusedBackend
-    return kind(world, spec, workspace, sms)
+        return PeerBackend(world, spec, workspace, sms, COPIED if spec.by_copy_engine else STAGED)
+    if choice.chunk and not choice.lines:
+        return ChunksBackend(world, spec, workspace, sms, CHUNKS)
+    return PeerBackend(world, spec, workspace, sms, FEW_TOKENS if choice.lines else FUSED)
 
 
 def _request_error(world: World, spec: object, request: ExchangeRequest) -> ConfigError | None:

@@ -83,7 +83,7 @@ INJECTED_BUGS = {
             Change("dispatch.cu", "may && await_all(p, epoch)", "may && (KNOWN || await_all(p, epoch))"),
             Change("dispatch.cu", "if (!all_run_this_pass(p, epoch)) {", "if (false) {"),
             Change(
-                "placers.cuh",
+                "placement_blocks.cuh",
                 "if (!await_heads(p, epoch) || (KNOWN &&",
                 "if ((!KNOWN && !await_heads(p, epoch)) || (false &&",
             ),
@@ -93,7 +93,7 @@ INJECTED_BUGS = {
         routings=("one",) * 4,
     ),
     "known rows are placed without a wait": _injected(
-        "staged", "placers.cuh", "p.at_once && !await_all(p, epoch)", "!KNOWN && p.at_once", form="known"
+        "staged", "placement_blocks.cuh", "p.at_once && !await_all(p, epoch)", "!KNOWN && p.at_once", form="known"
     ),
     "known routing keeps the tokens that warps have taken": _injected(
         "fused", "dispatch.cu", "*p.taken = 0;", "if (!KNOWN) *p.taken = 0;", form="known"
@@ -206,10 +206,10 @@ INJECTED_BUGS = {
     "the final reduction leaves pieces out": _injected(
         "fused", "final_reduction.cuh", "next = 2 * warps_ +", "next = 3 * warps_ +"
     ),
-    "a router's runs are not counted": _injected(
+    "a counting block's runs are not counted": _injected(
         "ll", "routing_ll.cuh", "                count_run();\n", quantised=True, shape=small
     ),
-    "entries before a router's own are not counted": _injected(
+    "entries before a counting block's own are not counted": _injected(
         "ll", "routing_ll.cuh", ": counts_[expert] + before;", ": before;"
     ),
     "no __syncwarp after another thread of the warp acquired a word": _injected(

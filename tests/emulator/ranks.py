@@ -5,8 +5,7 @@ from __future__ import annotations
 import ctypes
 import os
 import threading
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, fields, replace
 from types import SimpleNamespace
 from typing import Any, cast
@@ -17,18 +16,19 @@ import torch
 
 from raymoe.cuda.error_word import _RECORD, ErrorWord
 from raymoe.cuda.jit import KernelSource
-from raymoe.cuda.launch import Launch, Shape
+from raymoe.cuda.launch import Field, Shape, value_of
 from raymoe.cuda.params import Params, address_setter
 from raymoe.cuda.structs import ErrorRecord
 from raymoe.exchange.backend import Dispatched, Tokens
 from raymoe.exchange.domains.domain_kernels import ADVANCE_CHUNK, ChunkParams
+from raymoe.exchange.peer.build import Build, Grids
 from raymoe.exchange.peer.combine import CombineGrid
 from raymoe.exchange.peer.dispatch_grid import DispatchGrid
-from raymoe.exchange.peer.fused import FusedBackend
-from raymoe.exchange.peer.fused_chunks import FusedChunksBackend
-from raymoe.exchange.peer.fused_ll import FusedLlBackend
-from raymoe.exchange.peer.kernel_result import KernelDispatched, Metadata, SavedMetadata
-from raymoe.exchange.peer.staged import CopiedBackend, StagedBackend
+from raymoe.exchange.peer.fused import FUSED
+from raymoe.exchange.peer.fused_chunks import CHUNKS, ChunksBackend
+from raymoe.exchange.peer.fused_ll import FEW_TOKENS
+from raymoe.exchange.peer.peer_backend import PeerBackend
+from raymoe.exchange.peer.staged import COPIED, STAGED
 from raymoe.exchange.peer.workspace import STAMPS_VARIABLE, Workspace
 from raymoe.exchange.spec import ExchangeSpec
 from raymoe.memory.layout import Layout, Region
@@ -65,6 +65,8 @@ class EmulatedWorld:
     unclosed: Any = field(default_factory=lambda: SimpleNamespace(watch=lambda *_, **__: lambda: None))
     """The machine owns the memory of a workspace, so a dropped workspace leaks nothing."""
     device: torch.device = field(default_factory=lambda: torch.device("cpu"))
+    waiter: Any = field(default_factory=lambda: SimpleNamespace(on_abort=lambda _: lambda: None))
+    """Nothing aborts the ranks of a machine from outside."""
 
     @property
     def rank(self) -> int:
@@ -155,40 +157,20 @@ class EmulatedErrorWord(ErrorWord):
         self._host, self._poison = host, EmulatedWords(gpu, 16).device_address()
 
 
-@dataclass(frozen=True)
-class EmulatedFunction:
-    """A kernel of one rank; the machine compiles it."""
-
-    gpu: EmulatedGpu
-    source: KernelSource
-
-
-class EmulatedKernels:
-    def __init__(self, gpu: EmulatedGpu) -> None:
-        self._gpu = gpu
-
-    def function(self, source: KernelSource) -> EmulatedFunction:
-        return EmulatedFunction(self._gpu, source)
-
-
 class EmulatedLaunch:
     """Enqueues on the rank's stream; the machine copies the parameters at that time, as a GPU does."""
 
-    def __init__(self, function: EmulatedFunction, shape: Shape, params: Params, *, addresses: Sequence[str]) -> None:
-        self._function, self._shape = function, shape
+    def __init__(self, gpu: EmulatedGpu, source: KernelSource, shape: Shape, params: Params) -> None:
+        self._gpu, self._source, self._shape = gpu, source, shape
         self.fields, self.sms = params.packed(), shape.blocks
-        self.set_addresses = address_setter(self.fields, type(params), addresses)
+        self.set_addresses: Callable[..., None]
 
-    def __call__(self, stream: int) -> None:  # noqa: ARG002 - a rank has one stream here
-        gpu = self._function.gpu
-        gpu.emulator.launch(gpu.rank, self._function.source, self._shape, self.fields)
+    def enqueue(self, stream: int) -> None:  # noqa: ARG002 - a rank has one stream here
+        self._gpu.emulator.launch(self._gpu.rank, self._source, self._shape, self.fields)
 
 
 class EmulatedOrder:
     """The order of streams; a rank has one stream here, so it does nothing."""
-
-    def __init__(self, gpu: EmulatedGpu) -> None:
-        pass
 
     def current(self) -> int:
         return 0
@@ -198,7 +180,83 @@ class EmulatedOrder:
 
     def leave(self, stream: int, capture: int) -> None: ...
 
-    def close(self) -> None: ...
+
+class MachineLauncher:
+    """Makes launches, words and memory of the machine for one rank. It is what `Launcher` is on a GPU."""
+
+    red_zone = RED_ZONE_BYTES
+
+    def __init__(self, gpu: EmulatedGpu) -> None:
+        self._gpu, self.order = gpu, EmulatedOrder()
+        self.allocations = 0
+        """How many tensors the functions of `allocator` have made."""
+
+    def ready(
+        self, source: KernelSource, shape: Shape, params: Params, *addresses: str, **memory: Field
+    ) -> EmulatedLaunch:
+        """The machine holds all blocks at once."""
+        launch = EmulatedLaunch(self._gpu, source, shape, params)
+        launch.set_addresses = address_setter(launch.fields, type(params), addresses)
+        for name, field_ in memory.items():
+            setattr(launch.fields, name, value_of(field_))
+        return launch
+
+    def words(self, count: int) -> EmulatedWords:
+        return EmulatedWords(self._gpu, count)
+
+    def error_word(self, rank: int) -> EmulatedErrorWord:
+        return EmulatedErrorWord(self._gpu, rank)
+
+    def allocator(
+        self, shape: tuple[int, ...], dtype: torch.dtype, arrays: dict[str, tuple[int, int]] | None = None
+    ) -> Callable[[], torch.Tensor]:
+        """Tensors begin as NaN and absurd numbers, with red zones between their arrays."""
+
+        def allocate() -> torch.Tensor:
+            self.allocations += 1
+            places = [(name, *place) for name, place in (arrays or {}).items()]
+            return machine_tensor(self._gpu, shape, dtype, "metadata" if places else "a result", places)
+
+        return allocate
+
+    def copy(self, into: int, source: int, nbytes: int, stream: int) -> None:  # noqa: ARG002
+        """Copy piece by piece, in order with the rank's stream."""
+        for begin in range(0, nbytes, _COPIED_BYTES):
+
+            def copy(here: int = source + begin, there: int = into + begin, size: int = nbytes - begin) -> None:
+                size = min(size, _COPIED_BYTES)
+                self._gpu.emulator.write(_bytes_at(there, size), _bytes_at(here, size))
+
+            self._gpu.emulator.call(self._gpu.rank, copy)
+
+    def side_stream(self) -> SimpleNamespace:
+        """A rank has one stream here."""
+        return SimpleNamespace(begin=lambda: 0, join=lambda: None)
+
+    def synchronise(self) -> None:
+        """Do nothing: whoever calls `check` has run the machine."""
+
+    def close(self) -> None:
+        """Do nothing: the machine owns the memory."""
+
+
+_COPIED_BYTES = 144
+"""About a row of the specs here, so that other work comes between the rows of a copy."""
+
+
+def machine_tensor(
+    gpu: EmulatedGpu,
+    shape: tuple[int, ...],
+    dtype: torch.dtype,
+    name: str,
+    arrays: Sequence[tuple[str, int, int]] = (),
+) -> torch.Tensor:
+    """Allocate a tensor that this rank's kernels may access, filled with NaN."""
+    nbytes = int(np.prod(shape)) * dtype.itemsize
+    if nbytes == 0:
+        return torch.empty(shape, dtype=dtype)
+    memory = gpu.emulator.memory(gpu.rank, nbytes, name, arrays)
+    return torch.from_numpy(memory.bytes).view(dtype).view(shape)
 
 
 def workspaces(
@@ -216,150 +274,69 @@ def workspaces(
     heaps: dict[str, tuple[Layout, list[Memory]]] = {}
     size = emulator.ranks if ranks is None else ranks
     worlds = [EmulatedWorld(EmulatedGpu(emulator, rank), size, heaps, timeout_s) for rank in range(size)]
-    with (
-        mock.patch.dict(os.environ, {STAMPS_VARIABLE: str(int(stamped))}),
-        mock.patch("raymoe.cuda.error_word.ErrorWord", EmulatedErrorWord),
-        mock.patch("raymoe.cuda.launch.Kernels", EmulatedKernels),
-        mock.patch("raymoe.cuda.stream_order.StreamOrder", EmulatedOrder),
-        mock.patch("raymoe.memory.watchdog.Watchdog"),
-    ):
-        return [Workspace(cast(Any, world), *specs, traced=traced) for world in worlds]
+    with mock.patch.dict(os.environ, {STAMPS_VARIABLE: str(int(stamped))}):
+        return [
+            Workspace(cast(Any, world), *specs, traced=traced, launcher=cast(Any, MachineLauncher(world.gpu)))
+            for world in worlds
+        ]
 
 
-class EmulatedBackend(FusedBackend):
-    """A backend that enqueues on the machine instead of a GPU; by itself, backend `fused`."""
+class EmulatedBackend(PeerBackend):
+    """A backend that copies its arguments into the machine, whose kernels reach no other memory."""
 
-    def __init__(self, *args: Any) -> None:
-        super().__init__(*args)
-        self._metadata = _with_red_zones(self._metadata)
-        self._emulated_tokens: Tokens | None = None
+    _sent: Tokens
 
     def dispatch(self, tokens: Tokens, out: torch.Tensor | None) -> Dispatched:
-        return super().dispatch(self._in_machine(tokens), out)
+        return super().dispatch(self.in_machine(tokens), out)
 
     def dispatch_send(self, tokens: Tokens, out: torch.Tensor | None) -> Dispatched:
-        self._emulated_tokens = self._in_machine(tokens)
-        return super().dispatch_send(self._emulated_tokens, out)
+        self._sent = self.in_machine(tokens)
+        return super().dispatch_send(self._sent, out)
 
     def dispatch_receive(self, got: Dispatched, tokens: Tokens) -> None:  # noqa: ARG002 - the send copied them
-        assert self._emulated_tokens is not None
-        super().dispatch_receive(got, self._emulated_tokens)
+        super().dispatch_receive(got, self._sent)
 
     def dispatch_known(self, x: torch.Tensor, got: Dispatched, out: torch.Tensor) -> None:
-        super().dispatch_known(self._place(x, True), got, out)
+        super().dispatch_known(self.place(x), got, out)
 
     def dispatch_again(self, tokens: Tokens, out: torch.Tensor | None, forward: Dispatched) -> Dispatched:
-        return super().dispatch_again(self._in_machine(tokens), out, forward)
-
-    def _again_launches(self) -> dict[int, Launch]:
-        with launched_on_machine():
-            return super()._again_launches()
-
-    def _prepared_carrying(self) -> tuple[Launch, ...]:
-        with launched_on_machine():
-            return super()._prepared_carrying()
-
-    def _in_machine(self, tokens: Tokens) -> Tokens:
-        """Copy the tokens to memory of the machine."""
-        given = {field.name: getattr(tokens, field.name) for field in fields(tokens)}
-        placed = {name: self._place(each, True) for name, each in given.items() if isinstance(each, torch.Tensor)}
-        return replace(tokens, **placed)
-
-    def _new_result(self, tokens: Tokens, out: torch.Tensor | None) -> KernelDispatched:
-        """Allocate the metadata in memory of the machine, filled with NaN and absurd numbers."""
-        got = super()._new_result(tokens, out)
-        home, metadata, gpu = got.saved(SavedMetadata), self._metadata, cast(Any, self.world.gpu)
-        arrays = [
-            (name, metadata.at[name], metadata.nbytes_of(name)) for name in metadata.arrays if not name.startswith(_GAP)
-        ]
-        memory = gpu.emulator.memory(self.world.rank, metadata.nbytes, "metadata", arrays)
-        home.memory, home.address = torch.from_numpy(memory.bytes).view(torch.int32), memory.address
-        if got.scales is not None and self._slot_scales is None:
-            got.scales = self._place(got.scales.T, whole=self.build.scale_stride).T[: self.build.capacity]
-        return got
+        return super().dispatch_again(self.in_machine(tokens), out, forward)
 
     def refusal_record(self) -> torch.Tensor:
-        words, gpu = super().refusal_record(), cast(Any, self.world.gpu)
-        assert self._device_records is not None
-        nbytes = self._device_records.nbytes
-        gpu.emulator.reach(self._device_records.data_ptr(), nbytes, "refusal records", self.world.rank)
+        words = super().refusal_record()
+        self._reach(words, "refusal records")
         return words
 
     def mark_passes(self, word: torch.Tensor) -> None:
         super().mark_passes(word)
-        gpu = cast(Any, self.world.gpu)
-        gpu.emulator.reach(word.data_ptr(), word.nbytes, "mark of passes", self.world.rank)
+        self._reach(word, "mark of passes")
 
-    def check(self) -> None:
-        """Raise what the kernels have reported. Call it after the machine has run."""
-        with mock.patch.object(torch.cuda, "synchronize"):
-            super().check()
+    def in_machine(self, tokens: Tokens) -> Tokens:
+        """Copy the tokens to memory of the machine."""
+        values = {field.name: getattr(tokens, field.name) for field in fields(tokens)}
+        placed = {name: self.place(value) for name, value in values.items() if isinstance(value, torch.Tensor)}
+        return replace(tokens, **placed)
 
     def new(self, shape: tuple[int, ...], dtype: torch.dtype, name: str) -> torch.Tensor:
         """Allocate a tensor that this rank's kernels may access, filled with NaN."""
-        gpu: Any = self.world.gpu
-        count = int(np.prod(shape))
-        nbytes = count * torch.empty(0, dtype=dtype).element_size()
-        if nbytes == 0:
-            return torch.empty(shape, dtype=dtype)
-        memory = gpu.emulator.memory(self.world.rank, nbytes, name)
-        return torch.from_numpy(memory.bytes).view(dtype).view(shape)
+        return machine_tensor(cast(Any, self.world.gpu), shape, dtype, name)
 
-    def _place(self, tensor: torch.Tensor, filled: bool = False, whole: int | None = None) -> torch.Tensor:
-        shape = tuple(tensor.shape) if whole is None else (tensor.shape[0], whole)
-        made = self.new(shape, tensor.dtype, f"tensor {'x'.join(map(str, shape))} of {tensor.dtype}")
-        if filled:
-            made.copy_(tensor)
-        return made
+    def place(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Copy a tensor to memory of the machine."""
+        shape = tuple(tensor.shape)
+        return self.new(shape, tensor.dtype, f"tensor {'x'.join(map(str, shape))} of {tensor.dtype}").copy_(tensor)
 
-
-class EmulatedStaged(EmulatedBackend, StagedBackend):
-    """Backend `staged` with a launch that moves the rows."""
-
-
-class EmulatedCopied(EmulatedBackend, CopiedBackend):
-    """Backend `staged` by a copy engine that copies rows one by one, in order with the rank's stream."""
-
-    def _copy_bytes(self, into: int, source: int, nbytes: int, stream: int) -> None:  # noqa: ARG002
-        gpu: Any = self.world.gpu
-        each = self.build.slot_bytes
-        for begin in range(0, nbytes, each):
-
-            def copy(here: int = source + begin, there: int = into + begin) -> None:
-                gpu.emulator.write(_bytes_at(there, each), _bytes_at(here, each))
-
-            gpu.emulator.call(self.world.rank, copy)
-
-    def _new_side_stream(self) -> None:
-        """Do nothing: a rank has one stream here."""
-
-    @contextmanager
-    def _on_side_stream(self) -> Iterator[int]:
-        yield 0
-
-    def _join(self) -> None: ...
-
-
-_GAP = "gap after "
-
-
-def _with_red_zones(metadata: Metadata) -> Metadata:
-    """Return the same arrays with red zones between them."""
-    arrays: dict[str, tuple[tuple[int, ...], torch.dtype]] = {}
-    for name, array in metadata.arrays.items():
-        arrays |= {name: array, f"{_GAP}{name}": ((RED_ZONE_BYTES,), torch.uint8)}
-    return Metadata(arrays)
+    def _reach(self, tensor: torch.Tensor, name: str) -> None:
+        """Let this rank's kernels access memory of torch."""
+        gpu, storage = cast(Any, self.world.gpu), tensor.untyped_storage()
+        gpu.emulator.reach(storage.data_ptr(), storage.nbytes(), name, gpu.rank)
 
 
 def _bytes_at(address: int, nbytes: int) -> Any:
     return np.frombuffer((ctypes.c_uint8 * nbytes).from_address(address), np.uint8)
 
 
-class EmulatedLl(EmulatedBackend, FusedLlBackend):
-    """Backend `fused` for few tokens: rows in lines."""
-
-
-class EmulatedChunks(EmulatedBackend, FusedChunksBackend):
+class EmulatedChunks(EmulatedBackend, ChunksBackend):
     """Backend `fused` whose rows come late, by a second stream of each rank: the machine has twice as many ranks.
 
     Its crossings are not ordered with a rank's own stream, so the machine must run between two dispatches.
@@ -378,14 +355,15 @@ class EmulatedChunks(EmulatedBackend, FusedChunksBackend):
         self._spare = torch.from_numpy(self._reachable(16, "spare words")).view(torch.int64)
         self.rail_aborted = torch.from_numpy(self._reachable(8, "word of the rail")).view(torch.int64)
         self._late_x = self._reachable(self.spec.tokens * self.spec.row_bytes, "x")
+        self._chunk_tokens = tokens
         super().await_chunks(self.machine_words, tokens)
 
     def dispatch_known(self, x: torch.Tensor, got: Dispatched, out: torch.Tensor) -> None:
-        FusedChunksBackend.dispatch_known(self, self._come_late(x), got, out)
+        ChunksBackend.dispatch_known(self, self._come_late(x), got, out)
 
-    def _in_machine(self, tokens: Tokens) -> Tokens:
+    def in_machine(self, tokens: Tokens) -> Tokens:
         x = self._come_late(tokens.x)
-        return replace(super()._in_machine(replace(tokens, x=x[:0])), x=x)
+        return replace(super().in_machine(replace(tokens, x=x[:0])), x=x)
 
     def _come_late(self, x: torch.Tensor) -> torch.Tensor:
         """Enqueue the rows, chunk by chunk, each after a launch that advances its word. Until then they are NaN."""
@@ -418,29 +396,13 @@ class EmulatedChunks(EmulatedBackend, FusedChunksBackend):
         return found
 
 
-BACKENDS: dict[str, type[EmulatedBackend]] = {
-    "fused": EmulatedBackend,
-    "staged": EmulatedStaged,
-    "copied": EmulatedCopied,
-    "ll": EmulatedLl,
-    "chunks": EmulatedChunks,
-}
+KINDS = {"fused": FUSED, "staged": STAGED, "copied": COPIED, "ll": FEW_TOKENS, "chunks": CHUNKS}
 
 
 def spec_for(kind: str, **fields: Any) -> ExchangeSpec:
     """Return a small spec that this kind of backend takes."""
     transport = "copy_engine" if kind == "copied" else "auto"
     return ExchangeSpec(**{"tokens": 20, "hidden": 64, "experts": 12, "topk": 3, "transport": transport, **fields})
-
-
-@contextmanager
-def launched_on_machine() -> Iterator[None]:
-    """Let backends make launches of the machine, and words of its memory."""
-    with ExitStack() as patched:
-        for module in ("fused", "fused_ll", "staged"):
-            patched.enter_context(mock.patch(f"raymoe.exchange.peer.{module}.Launch", EmulatedLaunch))
-        patched.enter_context(mock.patch("raymoe.exchange.peer.fused.HostWords", EmulatedWords))
-        yield
 
 
 def backend(
@@ -451,17 +413,14 @@ def backend(
     sms: int | None = None,
 ) -> EmulatedBackend:
     """Make a backend; `shape` changes its grids of dispatch and combine."""
-    kind = BACKENDS[name]
-    original_grids = kind._grids
+    kind, world = KINDS[name], workspace.world
 
-    def grids(self: Any, asked: Any) -> Any:
-        return original_grids(self, asked) if shape is None else shape(*original_grids(self, asked))
+    def grids(build: Build, sms: int) -> Grids:
+        original = kind.grids(build, sms)
+        return original if shape is None else Grids(sms, *shape(original.dispatch, original.combine))
 
-    with launched_on_machine(), mock.patch.object(kind, "_grids", grids):
-        made = kind(workspace.world, spec, workspace, workspace.world.gpu.sms if sms is None else sms)
-        if made.keeps_places:
-            made._prepared_known()  # here, where a launch is the machine's
-        return made
+    backend_of = EmulatedChunks if name == "chunks" else EmulatedBackend
+    return backend_of(world, spec, workspace, world.gpu.sms if sms is None else sms, replace(kind, grids=grids))
 
 
 def small(moving: DispatchGrid, summing: CombineGrid) -> tuple[DispatchGrid, CombineGrid]:
@@ -470,12 +429,12 @@ def small(moving: DispatchGrid, summing: CombineGrid) -> tuple[DispatchGrid, Com
         replace(
             moving,
             senders=2,
-            placers=3,
-            routers=2,
+            placement_blocks=3,
+            counting_blocks=2,
             sender_warps=min(2, moving.sender_warps),
             sender_stages=min(2, moving.sender_stages),
             placement_warps=min(2, moving.placement_warps),
-            placer_stages=min(2, moving.placer_stages),
+            placement_stages=min(2, moving.placement_stages),
         ),
         replace(summing, local_blocks=2, final_blocks=2, local_warps=2),
     )
@@ -498,7 +457,7 @@ def deep(stages: int) -> Callable[[DispatchGrid, CombineGrid], tuple[DispatchGri
 
     def shape(moving: DispatchGrid, summing: CombineGrid) -> tuple[DispatchGrid, CombineGrid]:
         moving, summing = narrow(moving, summing)
-        one = replace(moving, placers=1, placement_warps=1, routers=1)
-        return replace(one, sender_stages=stages, placer_stages=stages), summing
+        one = replace(moving, placement_blocks=1, placement_warps=1, counting_blocks=1)
+        return replace(one, sender_stages=stages, placement_stages=stages), summing
 
     return shape

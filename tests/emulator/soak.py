@@ -27,17 +27,17 @@ def drawn_shape(seed: int) -> Callable[[Any, Any], Any]:
 
     def shape(moving: Any, summing: Any) -> Any:
         rng = random.Random(seed)
-        placers = rng.randint(1, 4)
+        placement_blocks = rng.randint(1, 4)
         stages = rng.randint(1, moving.sender_stages)
         moving = replace(
             moving,
             senders=rng.randint(1, 3),
-            placers=placers,
-            routers=rng.randint(1, placers),
+            placement_blocks=placement_blocks,
+            counting_blocks=rng.randint(1, placement_blocks),
             sender_warps=rng.randint(1, min(moving.sender_warps, stages)),
             sender_stages=stages,
             placement_warps=rng.randint(1, moving.placement_warps),
-            placer_stages=rng.randint(1, moving.placer_stages),
+            placement_stages=rng.randint(1, moving.placement_stages),
         )
         warps = rng.randint(1, summing.local_warps)
         return moving, replace(

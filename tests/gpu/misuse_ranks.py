@@ -25,12 +25,12 @@ WORDS = Layout.of([Region.words("any", 1)])
 def ll_with_and_without_nvlink(world: World, case: Case) -> tuple[bool, str, str, list[Result]]:
     """Return whether rows may travel in lines, the backend, the backend if a pair has no NVLink, and its results."""
     with Exchange(world, case.spec, "fused") as exchange:
-        backend_name, lines = type(exchange._backend).__name__, world.shared(Links).lines
+        backend_name, lines = exchange._backend.kind.name, world.shared(Links).lines
     group = world.group(list(range(world.size)))  # a new world, which has not asked NVML yet
     assert group is not None
     with mock.patch("raymoe.exchange.peer.workspace.nvlinked", lambda *_: group.rank != 0):
         with Exchange(group, case.spec, "fused") as exchange:
-            backend_without_nvlink = type(exchange._backend).__name__
+            backend_without_nvlink = exchange._backend.kind.name
             assert not exchange._backend.workspace.bounds.ll_lines
         return lines, backend_name, backend_without_nvlink, run_case(group, case)
 

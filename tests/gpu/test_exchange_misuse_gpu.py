@@ -10,6 +10,8 @@ import pytest
 torch = pytest.importorskip("torch")
 
 from raymoe.exchange.choice import FUSED_CAPABILITY  # noqa: E402
+from raymoe.exchange.peer.fused import FUSED  # noqa: E402
+from raymoe.exchange.peer.fused_ll import FEW_TOKENS  # noqa: E402
 from raymoe.exchange.spec import ExchangeSpec  # noqa: E402
 from tests.gpu import misuse_ranks as on_rank  # noqa: E402
 from tests.gpu.ranks import GPUS, NEEDS_GPU, GpuRanks  # noqa: E402
@@ -34,10 +36,10 @@ def test_rows_travel_in_lines_only_over_nvlink(ranks: GpuRanks) -> None:
     """H200 machines have NVLink between every two GPUs; ranks that share a GPU need none."""
     case = Case(RANKS, SPEC, "fused", ("uniform", "masked", "one", "none"), seed=5)
     answers = ranks.run(RANKS, on_rank.ll_with_and_without_nvlink, case)
-    assert {without_nvlink for _, _, without_nvlink, _ in answers} == {"FusedBackend"}
+    assert {without_nvlink for _, _, without_nvlink, _ in answers} == {FUSED.name}
     assert len({(lines, backend) for lines, backend, _, _ in answers}) == 1
     lines, backend, _, _ = answers[0]
-    assert backend == ("FusedLlBackend" if lines else "FusedBackend")
+    assert backend == (FEW_TOKENS.name if lines else FUSED.name)
     assert lines or "H200" not in torch.cuda.get_device_name()
     judge(case, [results for _, _, _, results in answers])
 

@@ -18,8 +18,9 @@ from raymoe.exchange.domains.chunks import sms_beside
 from raymoe.exchange.domains.domain_shape import DomainShape
 from raymoe.exchange.domains.hierarchical_gpu import HierarchicalGpu, RailParts
 from raymoe.exchange.nccl.nccl_kernels import SharedLauncher
-from raymoe.exchange.peer.fused import FusedBackend
-from raymoe.exchange.peer.fused_chunks import FusedChunksBackend
+from raymoe.exchange.peer.fused import FUSED
+from raymoe.exchange.peer.fused_chunks import CHUNKS, ChunksBackend
+from raymoe.exchange.peer.peer_backend import PeerBackend
 from raymoe.exchange.spec import ExchangeSpec
 from raymoe.memory.world import World
 from raymoe.workload.pointwise.gpu_clock import TorchGraphClock
@@ -100,9 +101,9 @@ class OneRank:
         chances = torch.rand(T, spec.experts, device=world.device, generator=generator)
         self.tokens = Tokens(self.x, chances.topk(K).indices, torch.rand(T, K, device=world.device), None)
 
-    def inside(self) -> FusedBackend:
+    def inside(self) -> PeerBackend:
         """Make an exchange as there is one inside each domain."""
-        return FusedBackend(self._world, self._spec_inside, None, self._world.gpu.sms)
+        return PeerBackend(self._world, self._spec_inside, None, self._world.gpu.sms, FUSED)
 
     def tokens_inside(self) -> Tokens:
         """The tokens of all domains, as the exchange inside this one gets them."""
@@ -115,7 +116,8 @@ class OneRank:
         """Make an exchange between the domains."""
         sms = self._world.gpu.sms
         if chunk:
-            inside: FusedBackend = FusedChunksBackend(self._world, self._spec_inside, None, sms_beside(None, sms))
+            beside = sms_beside(None, sms)
+            inside: PeerBackend = ChunksBackend(self._world, self._spec_inside, None, beside, CHUNKS)
         else:
             inside = self.inside()
         return HierarchicalGpu(self._spanning, self.spec, RailParts(self._launcher, self.rail, inside, chunk))

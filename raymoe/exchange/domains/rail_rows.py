@@ -2,7 +2,7 @@
 
 In chunks, they cross on a stream of their own, and the dispatch inside the domain runs beside it. After each chunk
 that stream runs a small kernel, which advances the chunk's word. The dispatch waits for the word before it reads rows
-of the chunk (`FusedChunksBackend`).
+of the chunk (`ChunksBackend`).
 
 - **Order.** The side stream begins after the current one, and the current one goes on after it as soon as the
   dispatch is enqueued. So a CUDA graph holds it as a branch, and no later work runs beside it. The gathers are enqueued

@@ -15,7 +15,7 @@ from raymoe.exchange.peer.combine import CombineCall, CombineGrid, CombineParams
 from raymoe.exchange.peer.dealing import Dealing
 from raymoe.exchange.peer.dispatch import STAMP_BYTES, DispatchCall, DispatchParams
 from raymoe.exchange.peer.dispatch_grid import DispatchGrid, Rows
-from raymoe.exchange.peer.ll import CombineLlParams, DispatchLlParams, LlGrid, ll_routers
+from raymoe.exchange.peer.ll import CombineLlParams, DispatchLlParams, LlGrid, ll_counting_blocks
 from raymoe.exchange.peer.workspace import Slots, Workspace, slot_bytes_of
 from raymoe.exchange.spec import ExchangeSpec
 from raymoe.fp8 import FP8
@@ -26,6 +26,15 @@ SCALES_ALIGNMENT = 4
 
 STATIC_SHARED = 1024
 """Bytes of static shared memory in the kernels, beside the dynamic size at launch, rounded up."""
+
+
+@dataclass(frozen=True)
+class Grids:
+    """How launches of many tokens on at most so many SMs are laid out."""
+
+    sms: int
+    dispatch: DispatchGrid
+    combine: CombineGrid
 
 
 @dataclass(frozen=True)
@@ -71,7 +80,7 @@ class Build:
         """Return the build of a kernel that finds places from counts: for groups of experts if the spec has them."""
         return dispatch.in_groups(source) if self.spec.expert_group > 1 else source
 
-    def grids(self, sms: int) -> tuple[DispatchGrid, CombineGrid]:
+    def grids(self, sms: int) -> Grids:
         """Lay out launches of at most one block on each of `sms` SMs.
 
         Grids are equal on all ranks, because the reader of a sender warp's words must know the number of these warps.
@@ -96,7 +105,7 @@ class Build:
         )
         share = combine.local_share(world.size, spec.topk)
         summing = combine.grid_of(spec.row_bytes, spec.tokens, sms, room, share, warps)
-        return dispatch_grid.grid_of(rows, sms, room), summing
+        return Grids(sms, dispatch_grid.grid_of(rows, sms, room), summing)
 
     def view_slots(self) -> tuple[torch.Tensor, torch.Tensor | None]:
         """View all dispatch slots as rows of this spec, the row of zeros last, and as scales if they have some."""
@@ -122,8 +131,8 @@ class Build:
             done=space.offset("dispatch_done"),
             heads=space.offset("dispatch_heads"),
             taken=space.own("dispatch_taken"),
-            router_words=space.heap.address("router_words"),
-            router_counts=space.heap.address("router_counts"),
+            counting_words=space.heap.address("counting_words"),
+            counting_sums=space.heap.address("counting_sums"),
             half_slots=self.slots.buffer_slots,
             zero_slot=self.slots.zero,
             slot_bytes=self.slot_bytes,
@@ -135,19 +144,19 @@ class Build:
             together=grid.together,
             at_once=0,
             arrival_stride=round_up(space.bounds.tokens, WORD_STRIDE),
-            routers=grid.routers,
-            placers=grid.placers,
+            counting_blocks=grid.counting_blocks,
+            placement_blocks=grid.placement_blocks,
             placement_warps=grid.placement_warps,
-            placer_stages=grid.placer_stages,
+            placement_stages=grid.placement_stages,
         )
 
     def dispatch_ll_params(self, grid: LlGrid, sent: Dealing, placed: Dealing) -> DispatchLlParams:
         """Return the parameters of a launch for the most tokens of a call.
 
-        A call with fewer tokens sets `routers`, `router_runs` and `sent` for its own number.
+        A call with fewer tokens sets `counting_blocks`, `counting_runs` and `sent` for its own number.
         """
         space, spec = self.space, self.spec
-        routers, runs = ll_routers(spec.tokens * spec.topk, grid.arriving)
+        counting_blocks, runs = ll_counting_blocks(spec.tokens * spec.topk, grid.arriving)
         return DispatchLlParams(
             **self._dispatch_call(),
             rows=space.buffers("ll_dispatch_rows"),
@@ -157,21 +166,21 @@ class Build:
             entries=space.bounds.ll_entries,
             sent=sent,
             placed=placed,
-            routers=routers,
-            router_runs=runs,
+            counting_blocks=counting_blocks,
+            counting_runs=runs,
             leaving_sms=grid.leaving,
             arriving_sms=grid.arriving,
         )
 
-    def combine_params(self, grid: CombineGrid, parts: int, record: int, carries: bool = False) -> CombineParams:
-        """Return the parameters of a launch of these parts; `record` is the address of the host's refusal record.
+    def combine_params(self, grid: CombineGrid, parts: int, carries: bool = False) -> CombineParams:
+        """Return the parameters of a launch of these parts.
 
-        With `carries` a number of each entry goes home beside the sums.
+        With `carries` a number of each entry is returned beside the sums.
         """
         space, spec = self.space, self.spec
         numbers = combine.number_bytes(spec.topk) if carries else 0
         return CombineParams(
-            **self._combine_call(record),
+            **self._combine_call(),
             rows=space.buffers("combine_rows"),
             statuses=space.buffers("statuses"),
             arrivals=space.offset("combine_arrivals"),
@@ -194,11 +203,11 @@ class Build:
             number_bytes=numbers,
         )
 
-    def combine_ll_params(self, grid: LlGrid, reduced: Dealing, summed: Dealing, record: int) -> CombineLlParams:
+    def combine_ll_params(self, grid: LlGrid, reduced: Dealing, summed: Dealing) -> CombineLlParams:
         """Return the parameters as `dispatch_ll_params` does; a call with fewer tokens sets `summed`."""
         space = self.space
         return CombineLlParams(
-            **self._combine_call(record),
+            **self._combine_call(),
             rows=space.buffers("ll_combine_rows"),
             statuses=space.buffers("ll_statuses"),
             lines=space.bounds.ll_lines,
@@ -209,7 +218,7 @@ class Build:
         )
 
     def _dispatch_call(self) -> dict[str, Any]:
-        """Return the fields of a DispatchCall; those that a call sets are 0."""
+        """Return the fields of a DispatchCall; those that the backend or a call sets are 0."""
         space, spec = self.space, self.spec
         call = DispatchCall(
             peers=Peers.of(space.bases(), space.world.rank),
@@ -243,8 +252,8 @@ class Build:
         )
         return vars(call)
 
-    def _combine_call(self, record: int) -> dict[str, Any]:
-        """Return the fields of a CombineCall; those that a call sets are 0."""
+    def _combine_call(self) -> dict[str, Any]:
+        """Return the fields of a CombineCall; those that the backend or a call sets are 0."""
         space, spec = self.space, self.spec
         call = CombineCall(
             peers=Peers.of(space.bases(), space.world.rank),
@@ -252,7 +261,7 @@ class Build:
             **dict.fromkeys(("expert_rows", "home", "masks", "got", "y"), 0),
             trace=space.trace_of("combine"),
             operation=space.own("combine"),
-            record=record,
+            record=0,
             slot_tokens=spec.tokens,
             tokens=0,
             topk=spec.topk,

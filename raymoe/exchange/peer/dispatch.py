@@ -21,7 +21,7 @@ SMs it took 292 us, and 464 with one of the smaller blocks on each (2x H200, col
 MAX_DONE = 272
 """Words of one rank at a peer, one for each block that sends: more than a GPU has SMs."""
 
-MOST_ROUTERS = 64
+MOST_COUNTING_BLOCKS = 64
 RANK_BITS = 21
 """Bits of a routing entry for its number among its source's entries for an expert."""
 STAMP_BYTES = 16
@@ -134,8 +134,8 @@ class DispatchParams(DispatchCall):
     done: U64
     heads: U64
     taken: Address
-    router_words: Address
-    router_counts: Address
+    counting_words: Address
+    counting_sums: Address
     half_slots: U64
     zero_slot: U64
     slot_bytes: U32
@@ -147,10 +147,10 @@ class DispatchParams(DispatchCall):
     together: U32
     at_once: U32
     arrival_stride: U32
-    routers: U32
-    placers: U32
+    counting_blocks: U32
+    placement_blocks: U32
     placement_warps: U32
-    placer_stages: U32
+    placement_stages: U32
 
 
 @dataclass(frozen=True)

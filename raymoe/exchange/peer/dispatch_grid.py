@@ -8,7 +8,7 @@ from math import ceil
 from raymoe.cuda.launch import Shape
 from raymoe.cuda.structs import MAX_RANKS
 from raymoe.errors import ConfigError
-from raymoe.exchange.peer.dispatch import MOST_ROUTERS, PLACE, ROUTE, SEND, THREADS, WARPS
+from raymoe.exchange.peer.dispatch import MOST_COUNTING_BLOCKS, PLACE, ROUTE, SEND, THREADS, WARPS
 
 PLAN_BYTES, QUEUE, SEND_QUEUE_BYTES = 32768, 16, 256
 """Bytes of shared memory, and rows in a ring: the same values as in placing.cuh and sending.cuh."""
@@ -19,18 +19,18 @@ class DispatchGrid:
     """The kinds of blocks, one block an SM, and how each divides its shared memory."""
 
     senders: int
-    placers: int
-    routers: int
+    placement_blocks: int
+    counting_blocks: int
     sender_warps: int
     sender_stages: int
     placement_warps: int
-    placer_stages: int
+    placement_stages: int
     together: int
     shared_bytes: int
 
     def shape(self, parts: int) -> Shape:
         """The shape of a launch that does these parts."""
-        others = self.placers if parts & PLACE else self.routers if parts & ROUTE else 0
+        others = self.placement_blocks if parts & PLACE else self.counting_blocks if parts & ROUTE else 0
         return Shape((self.senders if parts & SEND else 0) + others, THREADS, self.shared_bytes)
 
 
@@ -95,8 +95,8 @@ def quantising_warps(available: int, row_bytes: int, slot_bytes: int, most: int)
     raise ConfigError(f"a row has {row_bytes} bytes; {available} bytes of shared memory are too few to quantise it")
 
 
-def warps_wanted(rows: Rows, senders: int, placers: int) -> int:
-    """The warps of a sender that quantise: enough to keep up with the links, or with the placers if those are slower.
+def warps_wanted(rows: Rows, senders: int, placement_blocks: int) -> int:
+    """Return the warps of a sender that quantise: enough to keep up with the links, or with slower placement blocks.
 
     >>> from dataclasses import replace
     >>> rows = Rows(7424, 14336, tokens=4096, topk=8, experts=256, ranks=4, placed=True, fp8=True)
@@ -107,7 +107,7 @@ def warps_wanted(rows: Rows, senders: int, placers: int) -> int:
     """
     sent = max(crossing(rows.ranks, rows.topk), 1) * rows.slot_bytes / LINK_BYTES_A_US
     placed_bytes = rows.placed * rows.topk * (rows.row_bytes if rows.dequantised else rows.slot_bytes)
-    us_a_row = senders * max(sent, placed_bytes / (placers * PLACED_BYTES_A_US))
+    us_a_row = senders * max(sent, placed_bytes / (placement_blocks * PLACED_BYTES_A_US))
     return max(FP8_SENDER_WARPS, min(MOST_FP8_SENDER_WARPS, ceil(WARP_US / us_a_row)))
 
 
@@ -139,31 +139,31 @@ def grid_of(rows: Rows, sms: int, shared_bytes: int) -> DispatchGrid:
     >>> stay.senders, stay.sender_warps  # with layout rank
     (54, 3)
     >>> quantised = [Rows(7424, 14336, 4096, 8, 256, ranks, placed=True, fp8=True) for ranks in (2, 4, 8)]
-    >>> [(grid.senders, grid.placers) for grid in (grid_of(rows, 132, 231_424) for rows in quantised)]
+    >>> [(grid.senders, grid.placement_blocks) for grid in (grid_of(rows, 132, 231_424) for rows in quantised)]
     [(32, 100), (28, 104), (24, 108)]
     """
     if sms < 2:
         raise ConfigError(f"sms is {sms}; a dispatch needs at least 2, one that sends and one that places")
     destinations = max(crossing(rows.ranks, rows.topk), 1)
-    placers_are_short = rows.placed and rows.topk >= MANY_PLACES * destinations
+    placement_is_short = rows.placed and rows.topk >= MANY_PLACES * destinations
     if rows.fp8:
         most_senders = max(FEWEST_FP8_SENDERS, min(FP8_SENDERS, round(FP8_SENDERS_OF_ONE_WAY / destinations)))
-        most_placers = FP8_BLOCKS - most_senders
-    elif placers_are_short:
-        most_senders, most_placers = FEWER_SENDERS, MORE_PLACERS
+        most_placement_blocks = FP8_BLOCKS - most_senders
+    elif placement_is_short:
+        most_senders, most_placement_blocks = FEWER_SENDERS, MORE_PLACEMENT_BLOCKS
     else:
-        most_senders, most_placers = SENDERS, PLACERS
-    sending = max(1, min(most_senders, max(sms * 3 // 10, sms - most_placers) if rows.placed else sms // 2))
-    placers = max(1, min(most_placers if rows.placed else PLACERS_OF_OWN, sms - sending))
-    routers = max(1, min(placers, MOST_ROUTERS, -(-rows.tokens // TOKENS_A_ROUTER)))
+        most_senders, most_placement_blocks = SENDERS, PLACEMENT_BLOCKS
+    sending = max(1, min(most_senders, max(sms * 3 // 10, sms - most_placement_blocks) if rows.placed else sms // 2))
+    placement_blocks = max(1, min(most_placement_blocks if rows.placed else PLACEMENT_BLOCKS_OF_OWN, sms - sending))
+    counting_blocks = max(1, min(placement_blocks, MOST_COUNTING_BLOCKS, -(-rows.tokens // TOKENS_A_COUNTING_BLOCK)))
     available = shared_bytes
     if rows.fp8:
-        most_warps_wanted = warps_wanted(rows, sending, placers)
+        most_warps_wanted = warps_wanted(rows, sending, placement_blocks)
         sender_warps, sender_stages = quantising_warps(available, rows.row_bytes, rows.slot_bytes, most_warps_wanted)
         sending_bytes = quantising_bytes(sender_warps, sender_stages, rows.row_bytes, rows.slot_bytes)
     else:
         most_warps, in_flight = SENDER_WARPS, BYTES_IN_FLIGHT
-        if placers_are_short:
+        if placement_is_short:
             most_warps, in_flight = MOST_SENDER_WARPS, FEWER_IN_FLIGHT
         warps = max(1, min(most_warps, round(in_flight / (sending * destinations * rows.slot_bytes))))
         sender_warps, sender_stages = warps_of(available, rows.slot_bytes, warps, 3, extra=SEND_QUEUE_BYTES)
@@ -171,20 +171,29 @@ def grid_of(rows: Rows, sms: int, shared_bytes: int) -> DispatchGrid:
         sending_bytes = sender_warps * (ring_memory(sender_stages, rows.slot_bytes) + SEND_QUEUE_BYTES)
     before = _whole_lines((2 * rows.experts + MAX_RANKS) * 4 + WARPS * QUEUE * 4 + PLAN_BYTES)
     whole = _whole_lines(rows.row_bytes) if rows.dequantised else 0
-    placement_warps, placer_stages = warps_of(shared_bytes - before, rows.slot_bytes, PLACEMENT_WARPS, 3, extra=whole)
+    room = shared_bytes - before
+    placement_warps, placement_stages = warps_of(room, rows.slot_bytes, PLACEMENT_WARPS, 3, extra=whole)
     together = TOGETHER if sending * sender_warps >= FEW_WARPS else FEW_TOGETHER
     used = max(
         sending_bytes,
-        before + placement_warps * (ring_memory(placer_stages, rows.slot_bytes) + whole),
+        before + placement_warps * (ring_memory(placement_stages, rows.slot_bytes) + whole),
         (WARPS + 1) * rows.experts * 4,
     )
     return DispatchGrid(
-        sending, placers, routers, sender_warps, sender_stages, placement_warps, placer_stages, together, used
+        senders=sending,
+        placement_blocks=placement_blocks,
+        counting_blocks=counting_blocks,
+        sender_warps=sender_warps,
+        sender_stages=sender_stages,
+        placement_warps=placement_warps,
+        placement_stages=placement_stages,
+        together=together,
+        shared_bytes=used,
     )
 
 
-SENDERS, PLACERS, PLACERS_OF_OWN = 54, 78, 16
-SENDER_WARPS, SENDER_STAGES, PLACEMENT_WARPS, TOGETHER, TOKENS_A_ROUTER = 3, 4, 8, 2, 128
+SENDERS, PLACEMENT_BLOCKS, PLACEMENT_BLOCKS_OF_OWN = 54, 78, 16
+SENDER_WARPS, SENDER_STAGES, PLACEMENT_WARPS, TOGETHER, TOKENS_A_COUNTING_BLOCK = 3, 4, 8, 2, 128
 FEW_WARPS, FEW_TOGETHER = 54, 4
 BYTES_IN_FLIGHT = 2_200_000
 """Bytes in flight, with one row of each warp to each rank that a token goes to. Link throughput depends on the stores
@@ -195,13 +204,13 @@ two 487, of three 507; the kernel that only pushes rows 461. Hidden 2880, top-4:
 4096, top-8: two 286, three 290.
 
 With fewer warps than FEW_WARPS, each warp does more: it needs about 3 us for a row, and as much for a fence. So it
-announces 4 rows with one fence. The 7168 case then takes 485 by 14 senders of 3 warps and 34 placers, and 471 with
-layout rank by 10 senders of 3 warps."""
+announces 4 rows with one fence. The 7168 case then takes 485 by 14 senders of 3 warps and 34 placement blocks, and 471
+with layout rank by 10 senders of 3 warps."""
 
-MANY_PLACES, FEWER_SENDERS, MORE_PLACERS = 6, 24, 108
+MANY_PLACES, FEWER_SENDERS, MORE_PLACEMENT_BLOCKS = 6, 24, 108
 MOST_SENDER_WARPS, FEWER_IN_FLIGHT = 8, 1_500_000
-"""Where a row has many places for each rank that it goes to, as on two ranks, placers and memory are the bottleneck.
-Then there are fewer senders, with more warps.
+"""Where a row has many places for each rank that it goes to, as on two ranks, placement blocks and memory are the
+bottleneck. Then there are fewer senders, with more warps.
 
 us for a dispatch of 4096 tokens, bfloat16 (2x H200, 2026-11-22). Hidden 7168, top-8: 54 senders of 3 warps 238, 32 of
 4 223, 24 of 4 213, 24 of 3 237, 20 of 4 236. Hidden 4096, top-8: 54 of 3 144, 24 of 6 140, 24 of 8 135. Hidden 2880,
@@ -213,10 +222,10 @@ LINK_BYTES_A_US, PLACED_BYTES_A_US, WARP_US = 345_000, 13_900, 5.3
 """MOST_LEAVING and LEAVING_QUEUE are the same as in quantised_stages.cuh. A quantised row goes to every rank with an
 expert of its token. So with more such ranks, fewer senders fill the links.
 
-us for a dispatch of 4096 tokens of 7168 bfloat16, top-8: on four GPUs 263 by 20 to 36 senders; on two, where placers
-are the bottleneck, 197 by 24 senders, 175 by 32, 182 by 40.
+us for a dispatch of 4096 tokens of 7168 bfloat16, top-8: on four GPUs 263 by 20 to 36 senders; on two, where placement
+blocks are the bottleneck, 197 by 24 senders, 175 by 32, 182 by 40.
 
 A quantising warp needs 3.2 (hidden 2880) to 4.1 us (7168) for a row, its load included. There are always at least 4
 warps, and about a third more than needed to keep up. us for 4 and 6 warps on two GPUs: 175 and 183 where rows have 8
-places on two ranks, and placers just keep up; hidden 4096 of 128 experts 123 and 105; hidden 2880, top-4, 103 and 83;
-hidden 6144, top-2, 129 and 102 (H200, cold L2 cache, 2026-11-22)."""
+places on two ranks, and placement blocks just keep up; hidden 4096 of 128 experts 123 and 105; hidden 2880, top-4, 103
+and 83; hidden 6144, top-2, 129 and 102 (H200, cold L2 cache, 2026-11-22)."""

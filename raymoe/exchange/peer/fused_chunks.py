@@ -12,14 +12,12 @@ from __future__ import annotations
 
 import torch
 
-from raymoe.cuda.jit import KernelSource
 from raymoe.exchange.backend import Dispatched
-from raymoe.exchange.peer.combine import ALL_PARTS
-from raymoe.exchange.peer.dispatch import ChunkedDispatchParams, dispatch_source
-from raymoe.exchange.peer.fused import FusedBackend
-from raymoe.exchange.peer.workspace import Workspace
-from raymoe.exchange.spec import ExchangeSpec
-from raymoe.memory.world import World
+from raymoe.exchange.peer.build import Build, Grids
+from raymoe.exchange.peer.dispatch import ChunkedDispatchParams
+from raymoe.exchange.peer.fused import fused_table
+from raymoe.exchange.peer.peer_backend import PeerBackend
+from raymoe.exchange.peer.table import Kind, Stages, Table
 
 HOME_BYTES, MASK_BYTES = 8, 4
 """Of an entry (token, k), and of a token, in the metadata of a dispatch."""
@@ -28,20 +26,19 @@ RAIL_OP = "rows over the rail"
 """The operation that an error names where a chunk did not come in time."""
 
 
-class FusedChunksBackend(FusedBackend):
-    """Backend `fused`. Between `await_chunks` and its close, `x` of each dispatch comes in chunks."""
+def chunks_table(build: Build, grids: Grids) -> Table:
+    return fused_table(build, grids, Stages(build, grids, rail_op=build.space.error.number(RAIL_OP)))
 
-    def __init__(self, world: World, spec: ExchangeSpec, workspace: Workspace | None, sms: int) -> None:
-        self._words: torch.Tensor | None = None
-        self._chunk_tokens = 0
-        super().__init__(world, spec, workspace, sms)
+
+CHUNKS = Kind("fused in chunks", Build.grids, chunks_table)
+
+
+class ChunksBackend(PeerBackend):
+    """Runs the table of `CHUNKS`. Between `await_chunks` and its close, `x` of each dispatch comes in chunks."""
 
     def await_chunks(self, words: torch.Tensor, tokens: int) -> None:
         """Wait for chunks of so many tokens from now on, by `words` of `rail_rows.py`. They live as long as this."""
-        self._words, self._chunk_tokens = words, tokens
-        known = (self._known,) if self._known else ()
-        for prepared in (*self._dispatches.values(), *self._again.values(), *known):
-            prepared.fields.chunks, prepared.fields.chunk_tokens = words.data_ptr(), tokens
+        self._set_in_all(ChunkedDispatchParams, chunks=words, chunk_tokens=tokens)
 
     def combine_tokens(
         self, rows: torch.Tensor, got: Dispatched, weighted: bool, out: torch.Tensor, tokens: tuple[int, int]
@@ -49,7 +46,8 @@ class FusedChunksBackend(FusedBackend):
         """Combine the tokens from `tokens[0]` on, to `tokens[1]`, of each rank, and write their rows of `out`."""
         begin, end = tokens
         self.workspace.begin("combine")
-        launch = self._combine_at(rows, got, weighted, out, ALL_PARTS)
+        self._set_combine(self._combine, rows, got, weighted, out)
+        (launch,) = self._combine.launches
         fields = launch.fields
         fields.home += begin * self.spec.topk * HOME_BYTES
         fields.masks += begin * MASK_BYTES
@@ -57,19 +55,6 @@ class FusedChunksBackend(FusedBackend):
         fields.tokens = max(0, min(end, got.tokens) - begin)
         fields.first_token, fields.most_tokens = begin, end - begin
         try:
-            self._enqueue("combine", launch)
+            self.workspace.enqueue("combine", self._combine.sms, self._combine.launches)
         finally:
             fields.first_token, fields.most_tokens = 0, self.spec.tokens  # other calls combine all tokens
-
-    def _dispatch_source(self, known: bool) -> KernelSource:
-        space = self.workspace
-        fp8 = self.build.fp8
-        return dispatch_source(self.spec.dtype, fp8, space.stamped, space.traces, known=known, chunked=True)
-
-    def _dispatch_params(self, parts: int) -> ChunkedDispatchParams:
-        return ChunkedDispatchParams(
-            **vars(super()._dispatch_params(parts)),
-            chunks=0 if self._words is None else self._words.data_ptr(),
-            chunk_tokens=self._chunk_tokens,
-            rail_op=self.workspace.error.number(RAIL_OP),
-        )

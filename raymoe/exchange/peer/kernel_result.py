@@ -14,6 +14,7 @@ import torch
 
 from raymoe.exchange.backend import Dispatched
 from raymoe.exchange.peer.dispatch import Got
+from raymoe.exchange.spec import ExchangeSpec
 from raymoe.memory.layout import ALIGNMENT, round_up
 
 _VIEWS = ("weights", "expert_offsets", "expert_counts", "index")
@@ -30,27 +31,33 @@ class Metadata:
     [0, 0, 0, 0]
     """
 
-    def __init__(self, arrays: Mapping[str, tuple[tuple[int, ...], torch.dtype]]) -> None:
+    def __init__(self, arrays: Mapping[str, tuple[tuple[int, ...], torch.dtype]], red_zone: int = 0) -> None:
+        """`red_zone`: unused bytes after each array (`Launcher.red_zone`)."""
         self.arrays = arrays
         self.at: dict[str, int] = {}
         end = 0
         for name in arrays:
             self.at[name] = end
-            end = round_up(end + self.nbytes_of(name), ALIGNMENT)
+            end = round_up(end + self.nbytes_of(name), ALIGNMENT) + red_zone
         self.nbytes = end
 
     @classmethod
-    def of(cls, ranks: int, tokens: int, topk: int, local: int, capacity: int, *, indexed: bool) -> Self:
-        """The layout for these sizes; `indexed` adds the slots of rows."""
+    def of(cls, spec: ExchangeSpec, ranks: int, red_zone: int = 0) -> Self:
+        """Lay out the metadata of a spec; layout rank adds the slots of rows."""
+        tokens, local, capacity = spec.tokens, spec.local_experts(ranks), spec.rows(ranks)
         arrays = {
             "got": ((Got.nbytes(),), torch.uint8),
-            "home": ((ranks, tokens, topk), torch.int64),  # the place and the weight of each entry of all ranks
+            "home": ((ranks, tokens, spec.topk), torch.int64),  # the place and the weight of each entry of all ranks
             "masks": ((tokens,), torch.int32),  # the ranks that each token of this rank went to
             "weights": ((capacity,), torch.float32),
             "expert_offsets": ((local + 1,), torch.int32),
             "expert_counts": ((local,), torch.int32),
         }
-        return cls(arrays | ({"index": ((capacity,), torch.int64)} if indexed else {}))
+        return cls(arrays | ({"index": ((capacity,), torch.int64)} if spec.layout == "rank" else {}), red_zone)
+
+    def places(self) -> dict[str, tuple[int, int]]:
+        """The offset and the bytes of each array."""
+        return {name: (self.at[name], self.nbytes_of(name)) for name in self.arrays}
 
     def nbytes_of(self, name: str) -> int:
         shape, dtype = self.arrays[name]

@@ -39,8 +39,8 @@ class DispatchLlParams(DispatchCall):
     entries: U32
     sent: Dealing
     placed: Dealing
-    routers: U32
-    router_runs: U32
+    counting_blocks: U32
+    counting_runs: U32
     leaving_sms: U32
     arriving_sms: U32
 
@@ -143,7 +143,7 @@ def dispatch_ll_grid(units: int, tokens: int, ranks: int, sms: int, rounds: int,
     >>> dispatch_ll_grid(30, tokens=1024, ranks=4, sms=132, rounds=2)
     LlGrid(leaving=34, arriving=98, rounds=2)
     """
-    arriving = max(tokens * ranks * units, WARPS * min(LEAST_PLACERS, sms - 1))
+    arriving = max(tokens * ranks * units, WARPS * min(LEAST_PLACEMENT_BLOCKS, sms - 1))
     senders = SENDERS_OF_MORE if tokens > SENDERS_TOKENS else QUANTISERS if fp8 else SENDERS
     return LlGrid.of(tokens * units, arriving, sms * senders // SMS, sms, rounds)
 
@@ -159,12 +159,12 @@ def combine_ll_grid(units: int, tokens: int, ranks: int, sms: int, rounds: int) 
     return LlGrid.of(tokens * (ranks - 1) * units, tokens * units, sms * LOCAL_SMS // SMS, sms, rounds)
 
 
-def ll_routers(entries: int, arriving: int) -> tuple[int, int]:
+def ll_counting_blocks(entries: int, arriving: int) -> tuple[int, int]:
     """Return the blocks that route before they place, and the runs of 32 entries of each.
 
-    Each router counts the entries before its runs itself.
+    Each counting block counts the entries before its runs itself.
 
-    >>> ll_routers(8, arriving=15), ll_routers(1024, arriving=88), ll_routers(8192, arriving=98)
+    >>> ll_counting_blocks(8, arriving=15), ll_counting_blocks(1024, arriving=88), ll_counting_blocks(8192, arriving=98)
     ((1, 1), (32, 1), (86, 3))
     """
     runs = max(1, -(-entries // 32))
@@ -185,10 +185,10 @@ SENDERS_TOKENS, SENDERS_OF_MORE = 128, 34
 """1024 tokens of 7168 bfloat16 took 75 us with 24 senders, 73 with 28, 71 with 32, 69 with 36, 75 with 44 (2x H200,
 cold L2 cache, 2026-11-22)."""
 
-LEAST_PLACERS = 16
-"""Placers also fill the gaps of experts, a warp each. One token took 7.3 us with 16, 7.3 with 64, 7.5 with 100; as
-8-bit floats 8.3, 8.5 and 8.5 (4x H200, cold L2 cache, 2026-11-22). With 4 it took 10.9 us instead of 10.3 (2x H200, the
-day before)."""
+LEAST_PLACEMENT_BLOCKS = 16
+"""Placement blocks also fill the gaps of experts, a warp each. One token took 7.3 us with 16, 7.3 with 64, 7.5 with
+100; as 8-bit floats 8.3, 8.5 and 8.5 (4x H200, cold L2 cache, 2026-11-22). With 4 it took 10.9 us instead of 10.3 (2x
+H200, the day before)."""
 
 
 def row_units(row_bytes: int, hidden: int, fp8: bool) -> int:

@@ -1,4 +1,4 @@
-"""Backend `staged`: dispatch and combine on GPUs in stages, each a launch of its own.
+"""Backend `staged`: each operation is several launches, which do one kind of work each, on all SMs.
 
 Workspace, words and results are those of `fused`. Only the movement of dispatched rows differs. A kernel of ordinary
 loads and stores (alltoallv.cu) moves them with all SMs, between a launch that routes and one that places. If
@@ -8,98 +8,57 @@ pushes, and one that adds the ranks' sums. The backend can be captured, like `fu
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
 from dataclasses import replace
-from typing import Any
 
-import torch
+from raymoe.cuda.launch import Shape
+from raymoe.exchange.peer.build import Build, Grids
+from raymoe.exchange.peer.combine import REDUCE, SUM
+from raymoe.exchange.peer.dispatch import (
+    ANNOUNCE,
+    ANNOUNCE_THREADS,
+    PLACE,
+    ROUTE,
+    SEND,
+    WIDE,
+    alltoallv_source,
+    pack_source,
+)
+from raymoe.exchange.peer.table import CopyStage, Kind, Stages, Table
 
-from raymoe.cuda.driver import call
-from raymoe.cuda.launch import Function, Launch, Shape
-from raymoe.exchange.backend import Dispatched, Tokens
-from raymoe.exchange.peer import combine, dispatch
-from raymoe.exchange.peer.combine import CombineGrid
-from raymoe.exchange.peer.dispatch import ANNOUNCE, ANNOUNCE_THREADS, DispatchParams, alltoallv_source, pack_source
-from raymoe.exchange.peer.dispatch_grid import DispatchGrid
-from raymoe.exchange.peer.fused import DISPATCH_ADDRESSES, FusedBackend
-from raymoe.exchange.peer.workspace import Workspace
-from raymoe.exchange.spec import ExchangeSpec
-from raymoe.memory.world import World
+AT_ONCE = {"at_once": 1}
+"""Rows by ordinary stores have no arrival words, so the launch that places waits for `done` of all senders."""
 
 
-class StagedBackend(FusedBackend):
-    """Backend `staged`. Each launch does one kind of work, with as many blocks as `fused` has for all kinds."""
+def staged_grids(build: Build, sms: int) -> Grids:
+    """Give each launch as many blocks as `fused` has for all kinds of work."""
+    grids = build.grids(sms)
+    blocks = grids.combine.local_blocks + grids.combine.final_blocks
+    summing = replace(grids.combine, local_blocks=blocks, final_blocks=blocks)
+    if build.fp8:
+        return replace(grids, combine=summing)
+    return replace(grids, dispatch=replace(grids.dispatch, senders=blocks, sender_warps=WIDE), combine=summing)
 
-    whole_combine = (combine.REDUCE, combine.SUM)
 
-    def __init__(self, world: World, spec: ExchangeSpec, workspace: Workspace | None, sms: int) -> None:
-        super().__init__(world, spec, workspace, sms)
-        self._moving = self._prepare_moving()
+def staged_table(build: Build, grids: Grids) -> Table:
+    stages = Stages(build, grids, AT_ONCE)
+    route, place = stages.dispatch(ROUTE), stages.dispatch(PLACE)
+    alltoallv = stages.kernel(alltoallv_source(build.space.stamped), Shape(grids.dispatch.senders, WIDE * 32), SEND)
+    move = stages.dispatch(SEND) if build.fp8 else alltoallv
+    reduce_sums, add_sums = stages.combine(REDUCE), stages.combine(SUM)
+    return Table(
+        dispatch=(route, move, place),
+        dispatch_send=(route, move),
+        dispatch_receive=(place,),
+        dispatch_again=(stages.dispatch(ROUTE, again=True), move, stages.dispatch(PLACE, again=True)),
+        dispatch_known=() if build.fp8 else (move, stages.dispatch(PLACE, known=True)),
+        combine=(reduce_sums, add_sums),
+        combine_send=(reduce_sums,),
+        combine_receive=(add_sums,),
+        combine_gradients=(stages.combine(REDUCE, carries=True), stages.combine(SUM, carries=True)),
+    )
 
-    def _whole_dispatch(self, launches: Mapping[int, Launch], tokens: Tokens, out: torch.Tensor | None) -> Dispatched:
-        self.workspace.begin("dispatch")
-        got = self._new_result(tokens, out)
-        placing = self._set_dispatch_addresses(launches[dispatch.PLACE], got, tokens)
-        self._enqueue("dispatch", *self._sending(launches, got, tokens), placing)
-        return got
 
-    def _whole_parts(self) -> tuple[int, ...]:
-        return dispatch.ROUTE, dispatch.PLACE
-
-    def dispatch_send(self, tokens: Tokens, out: torch.Tensor | None) -> Dispatched:
-        """Enqueue the stages before the last one."""
-        self.workspace.begin("dispatch")
-        got = self._new_result(tokens, out)
-        self._enqueue("dispatch", *self._sending(self._dispatches, got, tokens))
-        self.workspace.sent("dispatch", self)
-        return got
-
-    def combine(self, rows: torch.Tensor, got: Dispatched, weighted: bool, out: torch.Tensor) -> None:
-        self.workspace.begin("combine")
-        stages = (self._combine_at(rows, got, weighted, out, part) for part in self.whole_combine)
-        self._enqueue("combine", *stages)
-
-    def _known_launches(self, x: torch.Tensor, got: Dispatched, out: torch.Tensor) -> tuple[Launch, ...]:
-        moving = self._set_known_addresses(self._moving, x, got, out)
-        return moving, self._set_known_addresses(self._prepared_known(), x, got, out)
-
-    def _known_parts(self) -> int:
-        return dispatch.PLACE
-
-    def _sending(self, launches: Mapping[int, Launch], got: Dispatched, tokens: Tokens) -> tuple[Launch, ...]:
-        routing = self._set_dispatch_addresses(launches[dispatch.ROUTE], got, tokens)
-        return routing, self._set_dispatch_addresses(self._moving, got, tokens)
-
-    def _prepare_moving(self) -> Launch:
-        """Prepare the launch that moves the rows."""
-        if self.build.fp8:
-            return self._dispatch_launch(self._dispatch, dispatch.SEND)
-        alltoallv = self.workspace.kernels.function(alltoallv_source(self.workspace.stamped))
-        shape = Shape(self.dispatch_grid.senders, dispatch.WIDE * 32)
-        return Launch(alltoallv, shape, self._dispatch_params(dispatch.SEND), addresses=DISPATCH_ADDRESSES)
-
-    def _dispatch_parts(self) -> tuple[int, ...]:
-        return dispatch.ROUTE, dispatch.PLACE
-
-    def _combine_parts(self) -> tuple[int, ...]:
-        return self.whole_combine
-
-    def _dispatch_params(self, parts: int) -> DispatchParams:
-        """Rows by ordinary stores have no arrival words, so the launch that places waits for `done` of all senders."""
-        return replace(super()._dispatch_params(parts), at_once=1)
-
-    def _largest_shapes(self) -> list[Shape]:
-        stages = [self.dispatch_grid.shape(part) for part in (dispatch.ROUTE, dispatch.SEND, dispatch.PLACE)]
-        return [*stages, *(self.combine_grid.shape(part) for part in self.whole_combine)]
-
-    def _grids(self, sms: int) -> tuple[DispatchGrid, CombineGrid]:
-        moving, summing = super()._grids(sms)
-        blocks = summing.local_blocks + summing.final_blocks
-        if not self.build.fp8:
-            moving = replace(moving, senders=blocks, sender_warps=dispatch.WIDE)
-        return moving, replace(summing, local_blocks=blocks, final_blocks=blocks)
-
+STAGED = Kind("staged", staged_grids, staged_table)
 
 # `staged` by the copy engine: no SM is busy while rows are on the link.
 #
@@ -116,99 +75,36 @@ class StagedBackend(FusedBackend):
 # that stream, so a captured send and its receive are in one graph.
 
 
-class CopiedBackend(StagedBackend):
-    """Backend `staged` by the copy engine. A dispatch routes, packs, copies, announces and places."""
+def copied_table(build: Build, grids: Grids) -> Table:
+    # The copies are as one warp of one sender: its word announces all rows.
+    stages = Stages(build, grids, AT_ONCE | {"senders": 1, "sender_warps": 1})
+    route, place = stages.dispatch(ROUTE), stages.dispatch(PLACE)
+    blocks = min(-(-build.spec.tokens // WIDE), grids.combine.final_blocks)  # a warp for each row, if there are enough
+    pack = stages.kernel(pack_source(build.space.stamped), Shape(blocks, WIDE * 32), SEND)
+    copies = _copies(build)
+    send, receive, both = (
+        stages.kernel(ANNOUNCE, Shape(1, ANNOUNCE_THREADS), parts) for parts in (SEND, PLACE, SEND | PLACE)
+    )
+    routed_again, placed_again = (stages.dispatch(part, again=True) for part in (ROUTE, PLACE))
+    return replace(
+        staged_table(build, grids),
+        dispatch=(route, pack, copies, both, place),
+        dispatch_send=(route, pack),
+        dispatch_beside=(copies, send),
+        dispatch_receive=(receive, place),
+        dispatch_again=(routed_again, pack, copies, both, placed_again),
+        # A rank must not copy before it has the heads of its peers (pack.cu), which only counting blocks store.
+        dispatch_known=(),
+    )
 
-    def __init__(self, world: World, spec: ExchangeSpec, workspace: Workspace | None, sms: int) -> None:
-        super().__init__(world, spec, workspace, sms)
-        announce = self.workspace.kernels.function(ANNOUNCE)
-        self._announcers = {
-            parts: self._prepared(announce, Shape(1, ANNOUNCE_THREADS), parts)
-            for parts in (dispatch.SEND, dispatch.PLACE, dispatch.SEND | dispatch.PLACE)
-        }
-        block = self.workspace.offset(self.build.rows_region) + world.rank * spec.tokens * self.build.slot_bytes
-        own, *peers = [(world.rank + step) % world.size for step in range(world.size)]
-        self._source = self.workspace.heap.base(own) + block
-        self._targets = [self.workspace.heap.base(peer) + block for peer in peers]
-        self._side_stream = self._new_side_stream()
 
-    @property
-    def keeps_places(self) -> bool:
-        """A rank must not copy before it has the heads of its peers (pack.cu), which only routers store."""
-        return False
+def _copies(build: Build) -> CopyStage:
+    space, world = build.space, build.space.world
+    block = space.offset(build.rows_region) + world.rank * build.spec.tokens * build.slot_bytes
+    # Each rank begins with another peer, so that no link has two copies at once.
+    own, *peers = [(world.rank + step) % world.size for step in range(world.size)]
+    targets = tuple(space.heap.base(peer) + block for peer in peers)
+    return CopyStage(space.heap.base(own) + block, targets, build.slot_bytes)
 
-    def _whole_dispatch(self, launches: Mapping[int, Launch], tokens: Tokens, out: torch.Tensor | None) -> Dispatched:
-        self.workspace.begin("dispatch")
-        got = self._new_result(tokens, out)
-        announcing = self._announce_at(got, tokens, dispatch.SEND | dispatch.PLACE)
-        placing = self._set_dispatch_addresses(launches[dispatch.PLACE], got, tokens)
-        self._run(*self._sending(launches, got, tokens), lambda stream: self._copy(got, stream), announcing, placing)
-        return got
 
-    def dispatch_send(self, tokens: Tokens, out: torch.Tensor | None) -> Dispatched:
-        """Enqueue the stages up to the copies, which run beside the work that is enqueued next."""
-        self.workspace.begin("dispatch")
-        got = self._new_result(tokens, out)
-        self._run(*self._sending(self._dispatches, got, tokens))
-        with self._on_side_stream() as stream:
-            self._copy(got, stream)
-            self._announce_at(got, tokens, dispatch.SEND)(stream)
-        self.workspace.sent("dispatch", self)
-        return got
-
-    def dispatch_receive(self, got: Dispatched, tokens: Tokens) -> None:
-        self.workspace.begin_receive("dispatch", self)
-        self._join()
-        self._keep_for_receive(got, tokens)
-        self._run(self._announce_at(got, tokens, dispatch.PLACE), self._dispatch_at(got, tokens, dispatch.PLACE))
-        self.workspace.received("dispatch")
-
-    def _run(self, *steps: Callable[[int], None]) -> None:
-        """Enqueue launches and copies on the current stream."""
-        self.workspace.enqueue("dispatch", self.sms, steps)
-
-    def _copy(self, got: Dispatched, stream: int) -> None:
-        """Copy to one peer after another, each rank from another peer on: copies side by side are half as fast."""
-        for target in self._targets if got.tokens else ():
-            self._copy_bytes(target, self._source, got.tokens * self.build.slot_bytes, stream)
-
-    def _announce_at(self, got: Dispatched, tokens: Tokens, parts: int) -> Launch:
-        return self._set_dispatch_addresses(self._announcers[parts], got, tokens)
-
-    def _copy_bytes(self, into: int, source: int, nbytes: int, stream: int) -> None:
-        with self.world.gpu.current():
-            call("cuMemcpyAsync", into, source, nbytes, stream)
-
-    def _new_side_stream(self) -> Any:
-        new_stream: Any = torch.cuda.Stream  # has no annotations
-        return new_stream(self.world.device)
-
-    @contextmanager
-    def _on_side_stream(self) -> Iterator[int]:
-        """A stream that waits for the work enqueued so far, and runs beside later work until `_join`."""
-        self._side_stream.wait_stream(torch.cuda.current_stream(self.world.device))
-        yield self._side_stream.cuda_stream
-
-    def _join(self) -> None:
-        torch.cuda.current_stream(self.world.device).wait_stream(self._side_stream)
-
-    def _prepare_moving(self) -> Launch:
-        """Prepare the launch that copies rows to the slots from which the copy engine copies."""
-        pack = self.workspace.kernels.function(pack_source(self.workspace.stamped))
-        return self._prepared(pack, self._pack_shape(), dispatch.SEND)
-
-    def _prepared(self, function: Function, shape: Shape, parts: int) -> Launch:
-        return Launch(function, shape, self._dispatch_params(parts), addresses=DISPATCH_ADDRESSES)
-
-    def _pack_shape(self) -> Shape:
-        """A warp for each row, up to the blocks of a combine."""
-        blocks = -(-self.spec.tokens // dispatch.WIDE)
-        return Shape(min(blocks, self.combine_grid.final_blocks), dispatch.WIDE * 32)
-
-    def _largest_shapes(self) -> list[Shape]:
-        moving = [self._pack_shape(), *(self.dispatch_grid.shape(part) for part in (dispatch.ROUTE, dispatch.PLACE))]
-        return [*moving, *(self.combine_grid.shape(part) for part in self.whole_combine)]
-
-    def _dispatch_params(self, parts: int) -> DispatchParams:
-        """One warp of one sender: its word announces all rows."""
-        return replace(super()._dispatch_params(parts), senders=1, sender_warps=1)
+COPIED = Kind("staged by the copy engine", staged_grids, copied_table)

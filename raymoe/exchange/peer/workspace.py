@@ -12,11 +12,13 @@ from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING
 
+from raymoe.cuda.launch import Launch
+from raymoe.cuda.launcher import Copies, Launcher
 from raymoe.cuda.nvml import nvlinked
 from raymoe.errors import ConfigError
 from raymoe.exchange.calls import Calls
 from raymoe.exchange.peer.combine import MOST_PIECES, most_pieces, number_bytes
-from raymoe.exchange.peer.dispatch import MAX_DONE, MOST_ROUTERS, STAMP_BYTES, Scratch
+from raymoe.exchange.peer.dispatch import MAX_DONE, MOST_COUNTING_BLOCKS, STAMP_BYTES, Scratch
 from raymoe.exchange.peer.ll import LINE_BYTES, quantised_lines, row_lines
 from raymoe.exchange.peer.trace import BLOCKS_A_SM, TRACE_POINTS, timeline
 from raymoe.exchange.refusal import Refusal
@@ -28,10 +30,7 @@ if TYPE_CHECKING:
     import torch
 
     from raymoe.cuda.error_word import ErrorWord
-    from raymoe.cuda.launch import Kernels
-    from raymoe.cuda.stream_order import StreamOrder
     from raymoe.memory.heap import DeviceHeap
-    from raymoe.memory.watchdog import Watchdog
     from raymoe.memory.world import World
 
 
@@ -223,8 +222,8 @@ def workspace_layout(bounds: Bounds, ranks: int) -> Layout:
             Region("counts", (2, bounds.experts + ranks), "int32"),
             Region("passes", (2, ranks, 2), "int64"),
             Region("statuses", (2, ranks, Refusal.NBYTES // 8), "int64"),
-            Region("router_words", (MOST_ROUTERS,), "int64"),
-            Region("router_counts", (MOST_ROUTERS, bounds.experts), "int32"),
+            Region("counting_words", (MOST_COUNTING_BLOCKS,), "int64"),
+            Region("counting_sums", (MOST_COUNTING_BLOCKS, bounds.experts), "int32"),
             Region("routing_entries", (2, ranks * bounds.entries), "int64"),
             # Holds both buffers, the gap between them and the row of zeros, in rows of any of the specs.
             Region("dispatch_rows", (2 * ranks * bounds.dispatch_bytes + 3 * bounds.row_bytes,), "uint8"),
@@ -263,12 +262,10 @@ class Workspace:
       costs a little speed. With `staged`, a later launch of an operation overwrites the times of an earlier one.
     """
 
-    def __init__(self, world: World, *specs: ExchangeSpec, traced: bool = False) -> None:
-        from raymoe.cuda.error_word import ErrorWord
-        from raymoe.cuda.launch import Kernels
-        from raymoe.cuda.stream_order import StreamOrder
-        from raymoe.memory.watchdog import Watchdog
-
+    def __init__(
+        self, world: World, *specs: ExchangeSpec, traced: bool = False, launcher: Launcher | None = None
+    ) -> None:
+        """`launcher` launches the kernels of all exchanges on the workspace; by default, on the world's GPU."""
         # RAYMOE_STAMPS=1: every slot is stamped with its epoch, and each reader checks the stamp. Tests check the
         # protocol with it; it costs some speed.
         self.stamped = os.environ.get(STAMPS_VARIABLE) == "1"
@@ -290,11 +287,11 @@ class Workspace:
         for word, value in ((0, scratch.bad_entry), (2, scratch.bad_count)):
             own[word] = value - 2**64
         world.gpu.synchronise()
-        self.kernels = Kernels(world.gpu)
-        self.error = ErrorWord(world.gpu, world.rank)
+        self.launcher = Launcher(world.gpu) if launcher is None else launcher
+        self.error = self.launcher.error_word(world.rank)
         self.watch = self.error.watch(world.timeout_s)
-        self._watchdog = Watchdog(world, on_abort=self.error.abort)
-        self._order = StreamOrder(world.gpu)
+        self._forget_aborts = world.waiter.on_abort(self.error.abort)
+        self._order = self.launcher.order
         self.stream: Callable[[], int] = self._order.current
         """Gives the driver's number of the stream that `enqueue` would use now."""
         self.captured = False
@@ -302,7 +299,7 @@ class Workspace:
         self._closed = False
         self._sent_by: dict[str, object | None] = {}
         self.calls = Calls()
-        release = partial(_let_go, self.heap, self._watchdog, self.error, self._order, self.kernels)
+        release = partial(_let_go, self.heap, self._forget_aborts, self.error, self.launcher)
         name = f"a workspace of rank {world.rank} of world {world.name!r}"
         self._forget = world.unclosed.watch(self, name, release, at_once=False)
         world.barrier("workspace: ready")  # no kernel runs before the words of all ranks have their first values
@@ -328,14 +325,14 @@ class Workspace:
         """Note that the receive is enqueued."""
         self._sent_by[op] = None
 
-    def enqueue(self, op: str, sms: int, steps: Iterable[Callable[[int], None]]) -> None:
+    def enqueue(self, op: str, sms: int, launches: Iterable[Launch | Copies]) -> None:
         """Enqueue launches of an operation on the current stream, after the last operation of this workspace.
 
         `sms` is the number of SMs that the largest of them occupies.
         """
         stream, capture = self._order.enter(op, sms)
-        for step in steps:
-            step(stream)
+        for launch in launches:
+            launch.enqueue(stream)
         self._order.leave(stream, capture)
         self.captured = capture != 0
 
@@ -386,10 +383,9 @@ class Workspace:
             self._closed = True
             self._forget()
             self.heap.close()
-            self._watchdog.close()
+            self._forget_aborts()
             self.error.close()
-            self._order.close()
-            self.kernels.close()
+            self.launcher.close()
 
     def __enter__(self) -> Workspace:
         return self
@@ -398,10 +394,9 @@ class Workspace:
         self.close()
 
 
-def _let_go(heap: DeviceHeap, watchdog: Watchdog, error: ErrorWord, order: StreamOrder, kernels: Kernels) -> None:
+def _let_go(heap: DeviceHeap, forget_aborts: Callable[[], None], error: ErrorWord, launcher: Launcher) -> None:
     """Release the resources of a workspace that was dropped. It does not wait for peers, which may still use theirs."""
     heap.unmap_peers()
-    watchdog.close()
+    forget_aborts()
     error.close()
-    order.close()
-    kernels.close()
+    launcher.close()

@@ -13,8 +13,9 @@ from raymoe.cuda import nvml
 from raymoe.cuda.nvml import Library, NvmlBinding, nvlinked
 from raymoe.errors import ConfigError
 from raymoe.exchange.choice import Choice, ExchangeRequest, choose, make_backend
-from raymoe.exchange.peer.fused import FusedBackend
-from raymoe.exchange.peer.fused_ll import FusedLlBackend
+from raymoe.exchange.peer.fused import FUSED
+from raymoe.exchange.peer.fused_ll import FEW_TOKENS
+from raymoe.exchange.peer.peer_backend import PeerBackend
 from raymoe.exchange.peer.workspace import Bounds, Links, Workspace, workspace_layout
 from raymoe.exchange.spec import ExchangeSpec
 from tests.unit.worlds import close, each, wired
@@ -159,9 +160,7 @@ def test_all_ranks_agree_whether_rows_travel_in_lines(linked_by, word, gpus, lin
     close(worlds)
 
 
-@pytest.mark.parametrize(
-    ("spec", "lines", "kind"), [(FEW, True, FusedLlBackend), (FEW, False, FusedBackend), (MANY, True, FusedBackend)]
-)
+@pytest.mark.parametrize(("spec", "lines", "kind"), [(FEW, True, FEW_TOKENS), (FEW, False, FUSED), (MANY, True, FUSED)])
 def test_few_tokens_travel_in_lines_only_over_nvlink(spec, lines, kind):
     made = []
     gpu = SimpleNamespace(uuid="a", name="NVIDIA H200", capability=(9, 0), sms=132)
@@ -176,11 +175,8 @@ def test_few_tokens_travel_in_lines_only_over_nvlink(spec, lines, kind):
         swap=lambda value, _: [value] * 2,
     )
     choice = choose(world, spec, ExchangeRequest("fused", None, "auto"))
-    assert choice == Choice("fused", sms=132, lines=kind is FusedLlBackend)
-    with (
-        mock.patch.object(FusedLlBackend, "__init__", lambda self, *_: made.append(type(self))),
-        mock.patch.object(FusedBackend, "__init__", lambda self, *_: made.append(type(self))),
-    ):
+    assert choice == Choice("fused", sms=132, lines=kind is FEW_TOKENS)
+    with mock.patch.object(PeerBackend, "__init__", lambda _, *args: made.append(args[-1])):
         make_backend(choice, world, spec, None)
     assert made == [kind]
 

@@ -48,7 +48,7 @@ def test_memory_that_a_second_stream_reads_is_lent_to_it(kind: str, form: str, s
     with (
         Emulator(1) as emulator,
         mock.patch.object(EmulatedOrder, "current", lambda _: streams.current),
-        mock.patch("raymoe.exchange.peer.fused.keep_for_current_stream") as lent,
+        mock.patch("raymoe.exchange.peer.peer_backend.keep_for_current_stream") as lent,
     ):
         (space,) = workspaces(emulator, spec)
         made = backend(kind, space, spec)
@@ -90,7 +90,7 @@ def test_metadata_that_went_through_an_operator_is_lent_to_the_stream_that_reads
     with (
         Emulator(1) as emulator,
         mock.patch.object(EmulatedOrder, "current", lambda _: SECOND),
-        mock.patch("raymoe.exchange.peer.fused.keep_for_current_stream") as lent,
+        mock.patch("raymoe.exchange.peer.peer_backend.keep_for_current_stream") as lent,
     ):
         (space,) = workspaces(emulator, spec)
         made: Any = backend(kind, space, spec)

@@ -86,7 +86,7 @@ class Inside:
     def lose(self, chunks: int) -> None:
         """Let only so many chunks of the next dispatch come, and bound its waits by a millisecond of the machine."""
         self._backend.late_chunks = chunks
-        for launch in self._backend._dispatches.values():
+        for launch in self._backend._dispatch.launches:
             launch.fields.watch.timeout_ns = 1_000_000
 
     def dispatch(self, tokens: Tokens, out: torch.Tensor | None) -> Dispatched:
@@ -110,15 +110,15 @@ class Inside:
         out.copy_(placed)
 
     def unpack(self, metadata: torch.Tensor, rows: torch.Tensor, weights: torch.Tensor, ids: Ids) -> Dispatched:
-        got: Dispatched = self._backend.unpack(self._backend._place(metadata, True), rows, weights, ids)
+        got: Dispatched = self._backend.unpack(self._backend.place(metadata), rows, weights, ids)
         return got
 
     def combine_gradients(
         self, rows: torch.Tensor, weights: torch.Tensor, got: Dispatched, out: torch.Tensor, out_weights: torch.Tensor
     ) -> None:
-        place = self._backend._place
+        place = self._backend.place
         y, entries = place(out), place(out_weights)
-        self._backend.combine_gradients(place(rows, True), place(weights, True), got, y, entries)
+        self._backend.combine_gradients(place(rows), place(weights), got, y, entries)
         self._machine.run()
         out.copy_(y)
         out_weights.copy_(entries)
@@ -135,7 +135,7 @@ class Inside:
         ) -> None:
             placed = of.new(tuple(out.shape), out.dtype, "y")
             placed.copy_(out)
-            enqueue(of._place(rows, True), got, weighted, placed, *tokens)
+            enqueue(of.place(rows), got, weighted, placed, *tokens)
             self._machine.run()
             out.copy_(placed)
 

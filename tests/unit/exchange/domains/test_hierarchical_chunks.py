@@ -260,8 +260,9 @@ def test_every_launch_takes_only_the_sms_of_the_caller() -> None:
         assert space.world.gpu.sms == 6
         for sms in (2, 4):
             made = backend("chunks", space, spec, sms=sms)
-            launches = [*made._dispatches.values(), *made._combines.values(), *made._prepared_carrying()]
-            assert {each.sms for each in (*launches, made._prepared_known())} <= set(range(1, sms + 1))
+            for name in ("combine_gradients", "dispatch_known", "dispatch_again"):
+                made.backward_operation(name)
+            assert {launch.sms for launch in made._launches.values()} <= set(range(1, sms + 1))
 
 
 def lose_a_chunk(rank: int) -> Any:

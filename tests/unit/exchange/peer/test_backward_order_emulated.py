@@ -296,10 +296,10 @@ INJECTED_BUGS: dict[str, tuple[Judge, str, tuple[Change, ...]]] = {
         ),
     ),
     "no comparison": (_orders, "staged", (Change("passes.cuh", "ptx::load_8(at) == pass_of(p);", "true;"),)),
-    "placers do not compare": (
+    "placement blocks do not compare": (
         _orders,
         "fused",
-        (Change("placers.cuh", " || (KNOWN && !all_run_this_pass(p, epoch))", ""),),
+        (Change("placement_blocks.cuh", " || (KNOWN && !all_run_this_pass(p, epoch))", ""),),
     ),
     "the last block out does not compare": (
         _orders,
@@ -321,7 +321,11 @@ INJECTED_BUGS: dict[str, tuple[Judge, str, tuple[Change, ...]]] = {
         "fused",
         (Change("dispatch.cuh", "passes[parity], source, 16", "passes[0], source, 16"),),
     ),
-    "a router stores no pass": (_orders, "copied", (Change("routing.cuh", "send_pass(p_, epoch_, peer);", ""),)),
+    "a counting block stores no pass": (
+        _orders,
+        "copied",
+        (Change("routing.cuh", "send_pass(p_, epoch_, peer);", ""),),
+    ),
     "no pass in counts": (
         _orders,
         "ll",

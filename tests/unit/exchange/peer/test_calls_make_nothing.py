@@ -12,7 +12,7 @@ import torch
 
 from raymoe.cuda.params import Params
 from tests.emulator.machine import Emulator
-from tests.emulator.ranks import EmulatedLaunch, backend, spec_for, workspaces
+from tests.emulator.ranks import MachineLauncher, backend, spec_for, workspaces
 from tests.emulator.steps import Steps
 from tests.unit.exchange.exchange_cases import Case
 
@@ -37,17 +37,19 @@ def test_a_second_dispatch_makes_one_allocation_and_no_launch_object(kind: str) 
     spec = spec_for(kind)
     with (
         Emulator(2) as emulator,
-        mock.patch.object(EmulatedLaunch, "__init__", launches.around(EmulatedLaunch.__init__)),
+        mock.patch.object(MachineLauncher, "ready", launches.around(MachineLauncher.ready)),
         mock.patch.object(Params, "packed", packed.around(Params.packed)),
     ):
         backends = [backend(kind, space, spec) for space in workspaces(emulator, spec)]
         steps = Steps(emulator, Case(2, spec, kind, ("uniform", "uniform"), ragged=False), backends)
         steps.enqueue(0)
         before = launches.count, packed.count
+        allocated = sum(each.workspace.launcher.allocations for each in backends)
         with mock.patch("torch.empty", allocations.around(torch.empty)):
             steps.enqueue(1)
         emulator.run(0)
         steps.judge()
         assert (launches.count, packed.count) == before
+        assert sum(each.workspace.launcher.allocations for each in backends) - allocated == len(backends)
     assert launches.count > 0
-    assert allocations.count == len(backends)
+    assert allocations.count == 0

@@ -80,7 +80,7 @@ class Late:
                 x = x.float() * scales.repeat_interleave(128, 1)[:, : spec.hidden]
             x = x.to(getattr(torch, spec.dtype))
             results.append(result_of(got, x, torch.zeros(1)))
-            rows = each._place(apply_experts(each, got, x).to(x.dtype), True)
+            rows = each.place(apply_experts(each, got, x).to(x.dtype))
             ys.append(each.new((got.tokens, spec.hidden), rows.dtype, "y"))
             spoil_unsent_entries(got, sent, spec)
             self._combine(each, rows, got, case.weighted, ys[-1])
@@ -168,7 +168,7 @@ MISTAKES: dict[str, tuple[Late, tuple[Change, ...]]] = {
         LATE,
         injected("sending.cuh", "if (CHUNKED && warp_ < tokens && !await_row(warp_)) {", "if (false) {"),
     ),
-    "placers do not wait": (
+    "placement blocks do not wait": (
         LATE,
         injected("placing.cuh", "own_left && x_.there(token_of(next_own_));", "own_left;"),
     ),

@@ -202,9 +202,10 @@ def test_refused_gradients_are_written_where_the_exchange_between_domains_reads_
         (space,) = workspaces(emulator, SPEC, stamped=False)
         made = backend("fused", space, SPEC)
         if before:
-            made._prepared_carrying()
+            made.backward_operation("combine_gradients")
         words = made.refusal_record()
-        assert {each.fields.record for each in made._prepared_carrying()} == {words.data_ptr()}
+        (launch,) = made.backward_operation("combine_gradients").launches
+        assert launch.fields.record == words.data_ptr()
 
 
 @pytest.mark.parametrize("kind", ["fused", "ll", "staged"])
@@ -250,10 +251,10 @@ def test_a_first_backward_pass_inside_a_capture_is_refused() -> None:
         (space,) = workspaces(emulator, SPEC, stamped=False)
         made = backend("fused", space, SPEC)
         with (
-            mock.patch("raymoe.exchange.peer.fused.capturing", return_value=True),
+            mock.patch("raymoe.exchange.peer.peer_backend.capturing", return_value=True),
             pytest.raises(CaptureError, match="first backward pass of an exchange inside a capture"),
         ):
-            made._prepared_carrying()
-        carrying = made._prepared_carrying()
-        with mock.patch("raymoe.exchange.peer.fused.capturing", return_value=True):
-            assert made._prepared_carrying() is carrying
+            made.backward_operation("combine_gradients")
+        operation = made.backward_operation("combine_gradients")
+        with mock.patch("raymoe.exchange.peer.peer_backend.capturing", return_value=True):
+            assert made.backward_operation("combine_gradients") is operation

@@ -37,8 +37,8 @@ constexpr bool CHUNKED = CHUNKED_ROWS;
 constexpr bool STAMPS = STAMPED;
 constexpr u32 STAMP_BYTES = 16;
 
-// A placer reads this rank's own rows out of x if rows cross as they are. If rows are quantised, own rows go through
-// slots too, so that one piece of code makes all rows.
+// A placement block reads this rank's own rows out of x if rows cross as they are. If rows are quantised, own rows go
+// through slots too, so that one piece of code makes all rows.
 constexpr bool FP8 = WIRE_FP8;
 constexpr bool OWN_FROM_X = !FP8;
 constexpr u32 BLOCK = 128;
@@ -124,10 +124,10 @@ constexpr Id NO_ID{NOWHERE, NOWHERE};  // -1
 
 // Words of this rank alone, which stay from run to run. Between runs each has the value named first.
 struct Scratch {
-    u64 bad_entry;  // ~0: none; the first entry with an id out of range. Routers lower it; read and reset at the end
-    u64 needed;     // 0: the rows fit; the rows needed. The first placer writes it; reset at the end
+    u64 bad_entry;  // ~0: none; the first entry with a wrong id. Counting blocks lower it; read and reset at the end
+    u64 needed;     // 0: the rows fit; the rows needed. The first placement block writes it; reset at the end
     u64 bad_count;  // ~0: none; {source, expert} of the first routing entry that its source's count does not cover
-    u32 routed;     // 0; finished routers; wraps
+    u32 routed;     // 0; finished counting blocks; wraps
     u32 unused;
 };
 static_assert(sizeof(Scratch) == 32, "");
@@ -226,30 +226,30 @@ struct DispatchParams : DispatchCall {
     // Writer: the senders of source s, at every other rank, word (s, sender): the epoch, after all rows of the sender
     // have arrived; also with nothing to send. Reader: the owner, with acquire.
     u64 done;
-    // Writer: the last router of source s, at every rank, its own too: the epoch, after counts and routing entries.
-    // Reader: every placer of the owner, with acquire.
+    // Writer: the last counting block of source s, at every rank, its own too: the epoch, after counts and entries.
+    // Reader: every placement block of the owner, with acquire.
     u64 heads;
 
     // Of this rank alone.
     u64* taken;  // tokens that sender warps have taken, besides the first of each; 0 again at the end of a run
-    u64* router_words;   // [routers]: the epoch for which router c has counted
-    u32* router_counts;  // [routers][experts]
+    u64* counting_words;  // [counting_blocks]: the epoch for which counting block c has counted
+    u32* counting_sums;   // [counting_blocks][experts]
 
     u64 half_slots;      // number of the first slot of parity 1; parity 0 begins at 0
     u64 zero_slot;       // a slot of zeros, to which `index` points in gaps
     u32 slot_bytes;
     u32 rank_layout;
     u32 parts;
-    u32 senders;         // blocks that send; the other blocks route and place
+    u32 senders;         // blocks that send; the other blocks count and place
     u32 sender_warps;    // warps of each
     u32 sender_stages;   // of each warp's ring; for quantised rows: stages of a block for leaving rows
     u32 together;        // rows of a warp whose words share a fence, at most MOST_TOGETHER; unused for quantised rows
     u32 at_once;         // 1: rows have no arrival words; `done` of its senders announces a source's rows
     u32 arrival_stride;  // words of a source
-    u32 routers;         // the first so many placers route
-    u32 placers;         // blocks that place
-    u32 placement_warps; // warps of each
-    u32 placer_stages;   // of each warp's ring
+    u32 counting_blocks;   // the first so many placement blocks, which count before they place
+    u32 placement_blocks;
+    u32 placement_warps;   // warps of each
+    u32 placement_stages;  // of each warp's ring
 
 #if CHUNKED_ROWS
     const u64* chunks;  // {number of the crossing, word of each chunk}: chunks.cuh

@@ -7,7 +7,8 @@
 
 namespace raymoe {
 
-// The places of an earlier dispatch, by its results. It has the members of Places that placers use after `find`.
+// The places of an earlier dispatch, by its results. It has the members of Places that placement blocks use after
+// `find`.
 class KnownPlaces {
   public:
     __device__ KnownPlaces(const DispatchCall& p, u32*) : p_(p) {}
@@ -53,8 +54,8 @@ __device__ inline void plan_row(const DispatchParams& p, const KnownPlaces&, u32
     }
 }
 
-// Takes the place of `find_places` of placers.cuh, but stores only rows of zeros. Where the rows of the earlier
-// dispatch did not fit, no row has a place. All threads of the block call this.
+// Takes the place of `find_places` of placement_blocks.cuh, but stores only rows of zeros. Where the rows of the
+// earlier dispatch did not fit, no row has a place. All threads of the block call this.
 __device__ __forceinline__ bool find_places(const DispatchParams& p, u32, KnownPlaces& where, Share share) {
     if (p.zero_padding) {
         zero_gaps(p, where, share);

@@ -301,8 +301,8 @@ __device__ inline void store_counts(const DispatchCall& p, const Places& where) 
     }
 }
 
-// Stores counts and this block's share of the gaps: every placer calls this before it touches rows. Returns false if
-// the rows do not fit. Then none is placed, and every `home` is NOWHERE, so the combine sums no row.
+// Stores counts and this block's share of the gaps: every placement block calls this before it touches rows. Returns
+// false if the rows do not fit. Then none is placed, and every `home` is NOWHERE, so the combine sums no row.
 __device__ inline bool begin_placing(const DispatchCall& p, const Places& where, Share share, Index index) {
     const bool fits = where.fits();
     if (share.number == 0) {

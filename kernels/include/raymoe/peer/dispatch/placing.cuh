@@ -1,8 +1,9 @@
-// The placers of a dispatch copy rows from slots to their places, expert by expert, while other rows are on the way.
+// The placement blocks of a dispatch copy rows from slots to their places, expert by expert, while other rows are on
+// the way.
 //
-// From the counts of all sources every placer knows where each source's entries of each expert begin. An entry's place
-// is that plus its number among its source's entries. The first thread of a placement warp drives a ring. Warp q takes
-// the tokens q, q + warps, ... of every source; the block's threads compute the places of its rows ahead.
+// From the counts of all sources every placement block knows where each source's entries of each expert begin. An
+// entry's place is that plus its number among its source's entries. The first thread of a placement warp drives a ring.
+// Warp q takes the tokens q, q + warps, ... of every source; the block's threads compute the places of its rows ahead.
 //
 // Each thread of a placement warp looks at the word of the next row of one source. The warp loads a row that has
 // arrived, of any source, once and stores it to all its places. So a late row delays no row of another source. Warps
@@ -13,7 +14,8 @@
 // In a build with CHUNKED_ROWS a row of this rank itself waits for its chunk (chunks.cuh), as a row of a peer waits for
 // its word.
 //
-// With layout rank rows stay in their slots. The placers only store the index, and copy own rows into their slots.
+// With layout rank rows stay in their slots. The placement blocks only store the index, and copy own rows into their
+// slots.
 //
 // If the routing is known (KNOWN), the places are those that an earlier dispatch has left in `home`. A warp then waits
 // for no counts, only for its rows. Rows go to their places with layout rank too, because slots change with the parity.
@@ -50,15 +52,16 @@ class PlacementWarp {
   public:
     // A ring; if rows are dequantised, also a stage for that.
     static __device__ __forceinline__ u32 memory(const DispatchParams& p) {
-        return ring_memory(p.placer_stages, p.slot_bytes) + (dequantises(p) ? (p.row_bytes + 127) & ~127u : 0);
+        return ring_memory(p.placement_stages, p.slot_bytes) + (dequantises(p) ? (p.row_bytes + 127) & ~127u : 0);
     }
 
     // `queue`: QUEUE words of shared memory.
-    __device__ PlacementWarp(const DispatchParams& p, u64 epoch, u32 placer, u32* queue, u8* memory, bool drives)
-        : p_(p), epoch_(epoch), warp_(threadIdx.x / 32), first_token_(warp_ * p.placers + placer), parity_(epoch & 1),
+    __device__ PlacementWarp(const DispatchParams& p, u64 epoch, u32 block, u32* queue, u8* memory, bool drives)
+        : p_(p), epoch_(epoch), warp_(threadIdx.x / 32), first_token_(warp_ * p.placement_blocks + block),
+          parity_(epoch & 1),
           leads_(thread() == 0), queue_(queue),
-          whole_(ptx::shared_address(memory) + ring_memory(p.placer_stages, p.slot_bytes)),
-          ring_(memory, p.placer_stages, p.slot_bytes, drives && leads_), x_(p) {}
+          whole_(ptx::shared_address(memory) + ring_memory(p.placement_stages, p.slot_bytes)),
+          ring_(memory, p.placement_stages, p.slot_bytes, drives && leads_), x_(p) {}
 
     // Moves the warp's tokens number `first` to `first + count - 1` of every source. All threads of the warp call this.
     // Returns false if a wait failed.
@@ -156,7 +159,7 @@ class PlacementWarp {
     }
 
     __device__ __forceinline__ u32 token_of(u32 number) const {
-        return first_token_ + (first_ + number) * p_.placers * p_.placement_warps;
+        return first_token_ + (first_ + number) * p_.placement_blocks * p_.placement_warps;
     }
 
     __device__ __forceinline__ const u64* word(u32 number, u32 step) const {

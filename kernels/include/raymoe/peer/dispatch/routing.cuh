@@ -1,16 +1,16 @@
-// The routers of a dispatch count the entries of each expert, number them, and store them at every rank.
+// The counting blocks of a dispatch count the entries of each expert, number them, and store them at every rank.
 //
-// Entry (t, k) of this rank needs the number of entries of the same expert before it, in the order (t, k). Each router
-// takes a run of tokens; each of its warps takes a run of those entries:
-//   1. every warp counts its entries by expert; the router publishes its sums in this rank's memory
-//   2. the router waits for the sums of the routers before it, which gives every warp the counts it begins with
+// Entry (t, k) of this rank needs the number of entries of the same expert before it, in the order (t, k). Each
+// counting block takes a run of tokens; each of its warps takes a run of those entries:
+//   1. every warp counts its entries by expert; the block publishes its sums in this rank's memory
+//   2. the block waits for the sums of the blocks before it, which gives every warp the counts it begins with
 //   3. every warp goes over its entries again, 32 at a time, numbers them, and stores a routing entry at every rank
-// The last router knows the totals and stores them as counts. The router that finishes last stores the head at every
-// rank. For few tokens: routing_ll.cuh.
+// The last counting block knows the totals and stores them as counts. The counting block that finishes last stores the
+// head at every rank. For few tokens: routing_ll.cuh.
 //
-// Memory order of `router_words`, which stay on this GPU:
+// Memory order of `counting_words`, which stay on this GPU:
 //   writer: sums by relaxed stores of all threads; __syncthreads; release at GPU scope
-//   reader: one thread for each earlier router: acquire; __syncthreads; relaxed loads of the sums
+//   reader: one thread for each earlier counting block: acquire; __syncthreads; relaxed loads of the sums
 #pragma once
 
 #include "raymoe/peer/dispatch/dispatch.cuh"
@@ -18,14 +18,14 @@
 
 namespace raymoe {
 
-class Router {
+class CountingBlock {
   public:
     // `shared`: WARPS * experts counters, and `experts` sums.
-    __device__ Router(const DispatchParams& p, u64 epoch, u32 tokens, u32 number, u8* shared)
+    __device__ CountingBlock(const DispatchParams& p, u64 epoch, u32 tokens, u32 number, u8* shared)
         : p_(p), epoch_(epoch), parity_(epoch & 1), tokens_(tokens), number_(number),
-          sends_totals_(number + 1 == p.routers), counters_(reinterpret_cast<u32*>(shared)),
+          sends_totals_(number + 1 == p.counting_blocks), counters_(reinterpret_cast<u32*>(shared)),
           sums_(counters_ + WARPS * p.experts) {
-        const u32 each = (tokens + p.routers - 1) / p.routers;
+        const u32 each = (tokens + p.counting_blocks - 1) / p.counting_blocks;
         first_ = number * each < tokens ? number * each : tokens;
         last_ = first_ + each < tokens ? first_ + each : tokens;
         const u32 entries = (last_ - first_) * p.topk;
@@ -54,8 +54,8 @@ class Router {
 
     static constexpr u32 TOGETHER = 4;  // entries of a thread whose loads are in flight at a time
 
-    // Whether there are other routers: they need one another's sums.
-    __device__ __forceinline__ bool waits() const { return p_.routers != 1; }
+    // Whether there are other counting blocks: they need one another's sums.
+    __device__ __forceinline__ bool waits() const { return p_.counting_blocks != 1; }
 
     __device__ __forceinline__ u32* counters() const { return counters_ + threadIdx.x / 32 * p_.experts; }
 
@@ -85,7 +85,7 @@ class Router {
 
     // Makes each warp's counters the counts of the warps before it, and publishes the sums.
     __device__ __forceinline__ void publish() {
-        u32* published = p_.router_counts + static_cast<u64>(number_) * p_.experts;
+        u32* published = p_.counting_sums + static_cast<u64>(number_) * p_.experts;
         for (u32 expert = threadIdx.x; expert < p_.experts; expert += THREADS) {
             u32 sum = 0;
             for (u32 warp = 0; warp < WARPS; ++warp) {
@@ -101,14 +101,15 @@ class Router {
         }
         __syncthreads();
         if (threadIdx.x == 0 && waits()) {
-            ptx::store_release_gpu(p_.router_words + number_, epoch_);  // orders the sums of all threads before it
+            ptx::store_release_gpu(p_.counting_words + number_, epoch_);  // orders the sums of all threads before it
         }
     }
 
     __device__ __forceinline__ bool begin_numbers() {
         bool ok = true;
         for (u32 other = threadIdx.x; waits() && other < number_; other += THREADS) {
-            ok = ok && wait_for_epoch(p_.router_words + other, epoch_, Waiting{p_.op, p_.peers.rank, epoch_}, p_.watch);
+            const Waiting waiting{p_.op, p_.peers.rank, epoch_};
+            ok = ok && wait_for_epoch(p_.counting_words + other, epoch_, waiting, p_.watch);
         }
         if (!__syncthreads_and(ok)) {
             return false;
@@ -116,7 +117,7 @@ class Router {
         for (u32 expert = threadIdx.x; expert < p_.experts; expert += THREADS) {
             u32 before = 0;
             for (u32 other = 0; waits() && other < number_; ++other) {
-                before += ptx::load_relaxed_gpu_32(p_.router_counts + static_cast<u64>(other) * p_.experts + expert);
+                before += ptx::load_relaxed_gpu_32(p_.counting_sums + static_cast<u64>(other) * p_.experts + expert);
             }
             for (u32 warp = 0; warp < WARPS; ++warp) {
                 counters_[warp * p_.experts + expert] += before;
@@ -188,18 +189,19 @@ class Router {
         ptx::store_4(p_.counts_at(peer, parity_, p_.peers.rank, expert), value);
     }
 
-    // Stores the head at every rank, by the router that finishes last. All threads of the block call this, when they
-    // have stored their routing entries.
+    // Stores the head at every rank, by the counting block that finishes last. All threads of the block call this, when
+    // they have stored their routing entries.
     __device__ __forceinline__ void announce() {
         __syncthreads();  // orders the stores of this block's threads before the ticket
-        const u32 last = p_.routers - 1;
+        const u32 last = p_.counting_blocks - 1;
         if (threadIdx.x != 0 || (last != 0 && ptx::atomic_increment_wrapping(&p_.scratch->routed, last) != last)) {
             return;
         }
         for (u32 peer = 0; AGAIN && peer < p_.peers.ranks; ++peer) {
             send_pass(p_, epoch_, peer);
         }
-        // Orders the counts and routing entries of all routers, which the ticket has acquired, before the words.
+        // Orders the counts and routing entries of all counting blocks, which the ticket has acquired, before the
+        // words.
         ptx::fence_acq_rel_sys();
         for (u32 step = 0; step < p_.peers.ranks; ++step) {
             ptx::store_relaxed_sys(p_.peers.flag(p_.peers.in_turn(step), p_.heads), epoch_);
@@ -223,10 +225,10 @@ class Router {
     u32 parity_;
     u32 tokens_;
     u32 number_;
-    bool sends_totals_;  // the last router, which knows the totals
+    bool sends_totals_;  // the last counting block, which knows the totals
     u32* counters_;
     u32* sums_;
-    u32 first_, last_;  // tokens of this router
+    u32 first_, last_;  // tokens of this counting block
     u64 begin_, end_;   // entries of this warp
 };
 

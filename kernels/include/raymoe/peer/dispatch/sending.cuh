@@ -106,8 +106,8 @@ class SenderWarp {
           ring_(memory, p.sender_stages, p.slot_bytes, drives && leads_),
           queue_(ptx::shared_address(memory) + ring_memory(p.sender_stages, p.slot_bytes)), x_(p) {}
 
-    // Sends the tokens that this warp takes of the first `tokens`. All threads of the warp call this. Placers copy this
-    // rank's own rows. Returns false if a wait failed: then `finish` announces what has been loaded before.
+    // Sends the tokens that this warp takes of the first `tokens`. All threads of the warp call this. Placement blocks
+    // copy this rank's own rows. Returns false if a wait failed: then `finish` announces what has been loaded before.
     __device__ __forceinline__ bool run(u32 tokens) {
         const u32 wanted = ~(1u << p_.peers.rank);
         u32 token, mask;

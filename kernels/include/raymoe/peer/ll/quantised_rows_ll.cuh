@@ -16,7 +16,7 @@ constexpr u32 UNIT_LINES = UNIT_BLOCKS * BLOCK_WORDS / LINE_WORDS;
 constexpr u32 UNIT_GROUPS = (UNIT_LINES + GROUP - 1) / GROUP;
 constexpr u32 STAGE_BYTES = 2048;  // of a warp, for the words of a unit
 
-// The layout of a row's units, for sender and placer.
+// The layout of a row's units, for sender warps and placement warps.
 struct QuantisedUnits {
     const DispatchLlParams& p;
     u32 stage;  // shared memory of this warp

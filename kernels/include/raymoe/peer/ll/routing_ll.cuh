@@ -1,20 +1,21 @@
-// The routers of a dispatch of few tokens. They find the same as routing.cuh, but each router works alone, in one trip.
+// The counting blocks of a dispatch of few tokens. They find the same as routing.cuh, but each counting block works
+// alone, in one trip.
 //
-// Entries are cut into runs of 32, one entry for each thread of a warp. Each router has p.router_runs consecutive runs.
-// A router counts the entries of each expert before its runs, so none waits for another. All its warps number a run in
-// the same way, and warp r sends the run's routing entries to rank r. Ids and weights are loaded before the epoch
-// is known, or before the previous run is sent.
+// Entries are cut into runs of 32, one entry for each thread of a warp. Each counting block has p.counting_runs
+// consecutive runs. A counting block counts the entries of each expert before its runs, so none waits for another. All
+// its warps number a run in the same way, and warp r sends the run's routing entries to rank r. Ids and weights are
+// loaded before the epoch is known, or before the previous run is sent.
 #pragma once
 
 #include "raymoe/peer/ll/words_ll.cuh"
 
 namespace raymoe {
 
-class LlRouter {
+class LlCountingBlock {
   public:
     // `shared`: `experts` counts of the entries before the run.
-    __device__ LlRouter(const DispatchLlParams& p, u32 number, u8* shared)
-        : p_(p), begin_(number * p.router_runs * RUN), counts_(reinterpret_cast<u32*>(shared)) {}
+    __device__ LlCountingBlock(const DispatchLlParams& p, u32 number, u8* shared)
+        : p_(p), begin_(number * p.counting_runs * RUN), counts_(reinterpret_cast<u32*>(shared)) {}
 
     // Issues loads of entries that may turn out not to be sent, before the epoch and the number of tokens are known.
     // The caller runs a barrier of the block between this and `run`.
@@ -33,11 +34,11 @@ class LlRouter {
         }
     }
 
-    // Sends this router's entries, and the last router also the counts. All threads of the block call this after
-    // `begin`. Returns false if this thread has found an id out of range.
+    // Sends this counting block's entries, and the last counting block also the counts. All threads of the block call
+    // this after `begin`. Returns false if this thread has found an id out of range.
     __device__ __forceinline__ bool run(u64 epoch, u32 tokens) {
         const RoutingWords words{p_, epoch};
-        const u32 entries = tokens * p_.topk, end = begin_ + p_.router_runs * RUN;
+        const u32 entries = tokens * p_.topk, end = begin_ + p_.counting_runs * RUN;
         if (begin_ == 0 || begin_ < entries) {
             run_.id = begin_ + lane() < entries ? run_.id : NO_ID;
             count_before();

@@ -1,7 +1,7 @@
 // Carries rows that cross as they are, for dispatch_ll.cu. Rows that cross as 8-bit floats: quantised_rows_ll.cuh.
 //
-// A row is cut into units. A warp sends a unit of a row, or places a unit of a row. Senders and placers cut rows into
-// units in different ways. All loads of a unit are in flight together.
+// A row is cut into units. A warp sends a unit of a row, or places a unit of a row. Senders and placement warps cut
+// rows into units in different ways. All loads of a unit are in flight together.
 #pragma once
 
 #include "raymoe/peer/ll/lines.cuh"

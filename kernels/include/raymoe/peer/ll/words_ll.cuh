@@ -15,14 +15,14 @@ struct DispatchLlParams : DispatchCall {
     u64 routing_entries[2];
     u64 counts[2];
 
-    u32 lines;         // of a source, in `rows`
-    u32 entries;       // of a source, in `routing_entries`
-    Dealing sent;      // deals rows of x out to warps that send
-    Dealing placed;    // deals rows of all ranks out to warps that place
-    u32 routers;       // the first so many of the SMs that place also route
-    u32 router_runs;   // of 32 entries, that each router has
-    u32 leaving_sms;   // SMs that send
-    u32 arriving_sms;  // SMs that place
+    u32 lines;            // of a source, in `rows`
+    u32 entries;          // of a source, in `routing_entries`
+    Dealing sent;         // deals rows of x out to warps that send
+    Dealing placed;       // deals rows of all ranks out to warps that place
+    u32 counting_blocks;  // the first so many of the SMs that place have one
+    u32 counting_runs;    // of 32 entries, that each counting block has
+    u32 leaving_sms;      // SMs that send
+    u32 arriving_sms;     // SMs that place
 };
 
 __device__ __forceinline__ u8* routing_word(const DispatchLlParams& p, u32 peer, u32 parity, u32 source, u64 entry) {

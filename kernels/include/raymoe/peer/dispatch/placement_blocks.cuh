@@ -1,4 +1,4 @@
-// A placer: a block that finds the places of rows, and whose placement warps copy them there (placing.cuh).
+// A placement block: a block that finds the places of rows, and whose placement warps copy them there (placing.cuh).
 #pragma once
 
 #include "raymoe/peer/dispatch/beginning.cuh"
@@ -16,11 +16,11 @@ __device__ __forceinline__ bool find_places(const DispatchParams& p, u32 parity,
     return begin_placing(p, where, share, {p.rank_layout != 0, p.zero_slot});
 }
 
-// Places rows as the `placer`-th placer. All threads of the block call this. If a wait fails, the last block out stores
-// counts of 0.
-__device__ inline void place_rows(const DispatchParams& p, u64 epoch, u32 placer, u8* shared) {
+// Places rows as the placement block with this number. All threads of the block call this. If a wait fails, the
+// last block out stores counts of 0.
+__device__ inline void place_rows(const DispatchParams& p, u64 epoch, u32 block, u8* shared) {
     const u32 parity = epoch & 1, warp = threadIdx.x / 32, ranks = p.peers.ranks;
-    if (KNOWN && placer == 0) {
+    if (KNOWN && block == 0) {
         announce_known(p, epoch);
     }
     if (!await_heads(p, epoch) || (KNOWN && !all_run_this_pass(p, epoch))) {
@@ -34,22 +34,22 @@ __device__ inline void place_rows(const DispatchParams& p, u64 epoch, u32 placer
     u32* places = queues + WARPS * QUEUE;
     const u32 before_rings = (Places::shared_words(p) * 4 + QUEUES_BYTES + PLAN_BYTES + 127) & ~127u;
     RowPlaces where(p, reinterpret_cast<u32*>(shared));
-    if (!find_places(p, parity, where, {placer, p.placers})) {
+    if (!find_places(p, parity, where, {block, p.placement_blocks})) {
         return;
     }
-    const u32 warps = p.placers * p.placement_warps;
+    const u32 warps = p.placement_blocks * p.placement_warps;
     const u32 numbers = (where.most_tokens() + warps - 1) / warps;
     const Plan plan{places, p.placement_warps, ranks, p.topk};
     const u32 window = PLAN_BYTES / (p.placement_warps * ranks * p.topk * 4);
     const bool drives = (OWN_FROM_X || !p.rank_layout) && warp < p.placement_warps;
-    PlacementWarp placement_warp(p, epoch, placer, queues + warp * QUEUE,
+    PlacementWarp placement_warp(p, epoch, block, queues + warp * QUEUE,
                                  shared + before_rings + warp * PlacementWarp::memory(p), drives);
     bool ok = true;
     for (u32 first = 0; first < numbers; first += window) {
         const u32 count = numbers - first < window ? numbers - first : window;
         for (u32 i = threadIdx.x; i < count * p.placement_warps * ranks; i += THREADS) {
             const u32 number = i / (p.placement_warps * ranks), in = i / ranks % p.placement_warps, step = i % ranks;
-            const u32 token = in * p.placers + placer + (first + number) * warps;
+            const u32 token = in * p.placement_blocks + block + (first + number) * warps;
             u32* row = plan.of(number, in, step);
             const u32 source = p.peers.in_turn(step);
             if (token < where.tokens(source)) {
