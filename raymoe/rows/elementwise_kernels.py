@@ -22,7 +22,7 @@ from raymoe.cuda.jit import KernelSource
 from raymoe.cuda.params import Address, Params
 from raymoe.errors import ConfigError
 from raymoe.rows.expression import MOST_INPUTS, parse
-from raymoe.rows.launch import KernelCall, PreparedRows, device_of
+from raymoe.rows.launch import KernelCall, device_of
 from raymoe.rows.operators import code
 from raymoe.rows.pipe_shape import NO_LIMITS, Limits, RowWork, piece_breaks, piece_shape
 from raymoe.rows.pipe_tensors import (
@@ -131,15 +131,11 @@ class Swiglu:
             _add_numbers(kind, values, offsets, weights)
         device, key = device_of(gate_up.get_device()), tuple(kind)
         prepared = None if values is None else device.find(key, rows)
-        if prepared is None or values is None:
-            call = self.kernel_call(limits)
-            if values is None or not call.tiles:
-                device.run(call, limits.sms)
-                return
-            names = (*(SWIGLU if scales is None else SWIGLU_FP8), *_names_of(end=offsets, weights=weights))
-            prepared = PreparedRows(device, call, limits.sms, names)
-            device.keep(key, rows, call.breaks, prepared)
-        prepared.of_rows(rows, values)
+        if prepared is not None:
+            prepared.of_rows(rows, values)
+            return
+        names = (*(SWIGLU if scales is None else SWIGLU_FP8), *_names_of(end=offsets, weights=weights))
+        device.launch_first(key, rows, values, self.kernel_call(limits), limits, names)
 
     def kernel_call(self, limits: Limits) -> KernelCall:
         """Check the tensors; return the kernel, its shape and its parameters."""
@@ -213,15 +209,11 @@ class SwigluBackward:
                 values.append(sums.data_ptr())
         device, key = device_of(dy.get_device()), tuple(kind)
         prepared = None if values is None else device.find(key, rows)
-        if prepared is None or values is None:
-            call = self.kernel_call(limits)
-            if values is None or not call.tiles:
-                device.run(call, limits.sms)
-                return
-            names = (*SWIGLU_BACKWARD, *_names_of(end=offsets, weights=weights, piece_sums=sums))
-            prepared = PreparedRows(device, call, limits.sms, names)
-            device.keep(key, rows, call.breaks, prepared)
-        prepared.of_rows(rows, values)
+        if prepared is not None:
+            prepared.of_rows(rows, values)
+            return
+        names = (*SWIGLU_BACKWARD, *_names_of(end=offsets, weights=weights, piece_sums=sums))
+        device.launch_first(key, rows, values, self.kernel_call(limits), limits, names)
 
     def kernel_call(self, limits: Limits) -> KernelCall:
         """Check the tensors; return the kernel, its shape and its parameters."""
@@ -389,14 +381,11 @@ class Pointwise:
             values, spread = addresses_of((), (out, *inputs), kind), ["FULL"] * len(inputs)
         device, key = device_of(out.get_device()), tuple(kind)
         prepared = None if values is None else device.find(key, rows)
-        if prepared is None or values is None:
-            call = self.kernel_call(limits)
-            if values is None or not call.tiles:
-                device.run(call, limits.sms)
-                return
-            prepared = PreparedRows(device, call, limits.sms, ("out.at", *_names_of_inputs(spread)))
-            device.keep(key, rows, call.breaks, prepared)
-        prepared.of_rows(rows, values)
+        if prepared is not None:
+            prepared.of_rows(rows, values)
+            return
+        names = ("out.at", *_names_of_inputs(spread))
+        device.launch_first(key, rows, values, self.kernel_call(limits), limits, names)
 
     def kernel_call(self, limits: Limits) -> KernelCall:
         """Check the tensors; return the kernel, its shape and its parameters."""

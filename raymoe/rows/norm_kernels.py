@@ -194,15 +194,13 @@ def _launch_norm(
         values += scales_of(scales, kind)
     device, key = device_of(x.get_device()), tuple(kind)
     prepared = None if values is None else device.find(key, count)
-    if prepared is None or values is None:
-        call = norm.kernel_call(limits)
-        if values is None or not call.tiles:  # a row of 8-bit floats needs less alignment
-            device.run(call, limits.sms)
-            return
-        names = (*VECTORS[: len(vectors)], *(ROWS if scales is None else FP8_ROWS)[: len(rows)])
-        prepared = PreparedRows(device, call, limits.sms, names if scales is None else (*names, *SCALES))
-        device.keep(key, count, call.breaks, prepared)
-    prepared.of_rows(count, values)
+    if prepared is not None:
+        prepared.of_rows(count, values)
+        return
+    names = (*VECTORS[: len(vectors)], *(ROWS if scales is None else FP8_ROWS)[: len(rows)])
+    if scales is not None:  # rows of 8-bit floats need less alignment, so there may be no values
+        names = (*names, *SCALES)
+    device.launch_first(key, count, values, norm.kernel_call(limits), limits, names)
 
 
 VECTORS = ("weight", "bias")
