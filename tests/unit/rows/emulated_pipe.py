@@ -40,12 +40,12 @@ def run_call(
     assert not counter.any(), "the counter of tiles is not 0 for the next launch"
 
 
-def tensors_of(asked: Any) -> list[torch.Tensor]:
+def tensors_of(kernel: Any) -> list[torch.Tensor]:
     """The tensors among the fields of a call."""
-    assert is_dataclass(asked)
+    assert is_dataclass(kernel)
     found: list[torch.Tensor] = []
-    for each in fields(asked):
-        value = getattr(asked, each.name)
+    for each in fields(kernel):
+        value = getattr(kernel, each.name)
         found += [one for one in (value if isinstance(value, list | tuple) else [value]) if torch.is_tensor(one)]
     return found
 

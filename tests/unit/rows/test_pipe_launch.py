@@ -210,7 +210,7 @@ def test_no_rows_are_no_launch_and_load_no_kernel(driver: RowsDriver) -> None:
 
 
 def test_a_call_as_it_is_runs_too(driver: RowsDriver) -> None:
-    made = norm_call(300)
-    driver.device.run(made, None)
+    call = norm_call(300)
+    driver.device.run(call, None)
     (found,) = driver.enqueued
-    assert isinstance(found, Enqueued) and found.params == bytes(made.params.packed())
+    assert isinstance(found, Enqueued) and found.params == bytes(call.params.packed())
