@@ -31,8 +31,8 @@ MOST_SLICES, SLICES = 64, 512
 
 @dataclass(frozen=True)
 class Places:
-    """Where each expert's rows are: int32 on the device, `counts[e]` rows from `offsets[e]` on. Without counts there
-    are no gaps to leave out."""
+    """`Groups` as kernels take them: int32 on the device, `counts[e]` rows of expert e from `offsets[e]` on. Without
+    counts there are no gaps to leave out."""
 
     offsets: torch.Tensor  # [L + 1]
     counts: torch.Tensor | None = None  # [L]

@@ -106,7 +106,7 @@ def _compute_swiglu(gate_up: Tensor, offsets: Tensor | None, sms: int | None) ->
 
 
 def _valid_rows(gate_up: Tensor, offsets: Tensor | None) -> int | None:
-    """Count the rows that are valid; None if only a wait for the device would tell."""
+    """Count the rows that are valid; None if the host would have to wait for the device."""
     if offsets is None or gate_up.device.type != "cpu":
         return None
     return min(int(offsets[-1]), gate_up.shape[0])

@@ -115,12 +115,12 @@ def test_a_step_that_one_rank_refuses_is_refused_by_all_and_the_next_one_works(
 ) -> None:
     first, second = pool.run(2, run_refused_steps, str(tmp_path / "store"), fault)
     if fault == "tokens":
-        told = "num_tokens is 9 on rank 0; x has 6 rows, so 0 to 6 can be sent: make the exchange with more tokens"
-        assert first == second == ["", f"DataRefused: {told}", ""]
+        reason = "num_tokens is 9 on rank 0; x has 6 rows, so 0 to 6 can be sent: make the exchange with more tokens"
+        assert first == second == ["", f"DataRefused: {reason}", ""]
     else:
         assert first == ["", "MemoryError: no room for the experts", ""]
-        told = "an exception, which rank 0 reports, ended the work of its experts"
-        assert second == ["", f"DataRefused: {told}", ""]
+        reason = "an exception, which rank 0 reports, ended the work of its experts"
+        assert second == ["", f"DataRefused: {reason}", ""]
 
 
 @pytest.mark.parametrize(

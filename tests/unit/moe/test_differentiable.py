@@ -136,7 +136,7 @@ def test_gradients_of_narrow_rows_are_near(pool: RankPool, dtype: str) -> None:
 
 
 def run_without_weight_gradients(world: World, case: Case) -> list[Gradients]:
-    """The classic mistake: gradients of rows go home, those of weights do not."""
+    """The classic mistake: gradients of rows are returned, those of weights are not."""
     real = CpuBackend.combine_gradients
 
     def drop(self: CpuBackend, rows, weights, got, out, out_weights):

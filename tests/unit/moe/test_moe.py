@@ -275,7 +275,7 @@ def test_the_number_of_ranks_changes_nothing(pool: RankPool) -> None:
 
 
 def checkpointed(world: World, folder: str, store: str, save: bool) -> list[bool]:
-    """Save a layer's weights, or load them into a layer of other weights; tell whether they are those of seed 1."""
+    """Save a layer's weights, or load them into a layer of other weights; return whether they are those of seed 1."""
     import torch.distributed.checkpoint as dcp
     from torch.distributed.tensor import DTensor
 

@@ -173,9 +173,9 @@ def test_transforms_tracing_and_the_profiler_see_the_operator() -> None:
     x, weight = drawn(5, 64), drawn(64)
     want = rms_norm(x, weight)
     torch.testing.assert_close(torch.func.vmap(lambda row: rms_norm(row, weight))(x), want)
-    kept: list[torch.Tensor] = []
-    torch.func.vmap(lambda row: kept.append(row) or row)(x)
-    assert not directly(kept[0]), "a wrapper that a transform has left"
+    wrappers: list[torch.Tensor] = []
+    torch.func.vmap(lambda row: wrappers.append(row) or row)(x)
+    assert not directly(wrappers[0]), "a wrapper that a transform has left"
     traced = torch.jit.trace(lambda x: rms_norm(x, weight), (x,))
     assert "raymoe::rms_norm" in str(traced.graph)
     graph = torch.fx.experimental.proxy_tensor.make_fx(lambda x: rms_norm(x, weight))(x)
@@ -207,8 +207,8 @@ def test_the_compiler_sees_operators_and_no_break(name: str) -> None:
 def test_checkpoints_of_both_kinds_recompute_the_same(selective: bool) -> None:
     x, weight = drawn(5, 64).requires_grad_(), drawn(64).requires_grad_()
     want = results(rms_norm, [x, weight])
-    kept = [torch.ops.raymoe.rms_norm.default]
-    contexts: Any = (lambda: create_selective_checkpoint_contexts(kept)) if selective else None
+    saved = [torch.ops.raymoe.rms_norm.default]
+    contexts: Any = (lambda: create_selective_checkpoint_contexts(saved)) if selective else None
     options = {"context_fn": contexts} if selective else {}
     found = results(lambda *inputs: checkpoint(rms_norm, *inputs, use_reentrant=False, **options), [x, weight])
     assert all(torch.equal(result, exact) for result, exact in zip(found, want, strict=True))

@@ -43,7 +43,7 @@ class Case:
     budget: int = 96
     add: bool = False
     loading: str | None = None
-    """The expected way of its tiles, if a test tells it."""
+    """The expected loading; None: any."""
 
 
 CASES = {
