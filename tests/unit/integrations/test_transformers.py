@@ -47,11 +47,11 @@ def run_shared_batch(world: World, store: str, tensor_parallel: bool) -> dict[st
         weights.requires_grad_()
         experts = Scaled(whole.chunk(2)[world.rank].clone())
         with register(tokens=6) as registration:
-            made = registration._implementation(experts, ep_mesh, ep_mesh if tensor_parallel else alone)
-            y = made(x, ids, weights)
+            spread_experts = registration._implementation(experts, ep_mesh, ep_mesh if tensor_parallel else alone)
+            y = spread_experts(x, ids, weights)
             y.square().sum().backward()
         with pytest.raises(ConfigError, match="whose registration is closed"):
-            made(x, ids, weights)
+            spread_experts(x, ids, weights)
         reference, again = Scaled(whole), [each.detach().clone().requires_grad_() for each in (x, weights)]
         wanted = reference(again[0], ids, again[1])
         wanted.square().sum().backward()
@@ -88,15 +88,15 @@ def run_refused_steps(world: World, store: str, fault: str) -> list[str]:
             raise MemoryError("no room for the experts")
 
         with register(tokens=6, timeout_s=20) as registration:
-            made = registration._implementation(experts, ep_mesh, alone)
-            whole = made.experts_forward
+            spread_experts = registration._implementation(experts, ep_mesh, alone)
+            whole = spread_experts.experts_forward
             for step in range(3):
                 spoilt = step == 1 and world.rank == 0
                 tokens = 9 if spoilt and fault == "tokens" else 5
-                made.experts_forward = failing if spoilt and fault == "experts" else whole
+                spread_experts.experts_forward = failing if spoilt and fault == "experts" else whole
                 weights, ids = torch.rand(tokens, EXPERTS).topk(2)
                 try:
-                    y = made(torch.randn(tokens, H, requires_grad=True), ids, weights)
+                    y = spread_experts(torch.randn(tokens, H, requires_grad=True), ids, weights)
                     y.sum().backward()
                     errors.append("" if bool(y.isfinite().all()) else "no number")
                 except Exception as error:  # noqa: BLE001  compared below

@@ -218,9 +218,9 @@ def test_operators_pass_opcheck(alone: Exchange, monkeypatch: pytest.MonkeyPatch
     # opcheck runs an operator several times and wants equal results; the number of a dispatch is part of its result.
     real = CpuBackend._dispatch
 
-    def numbered(self, *given):
+    def numbered(self, *arguments):
         self._dispatches = 0
-        return real(self, *given)
+        return real(self, *arguments)
 
     monkeypatch.setattr(CpuBackend, "_dispatch", numbered)
     x, ids, weights = inputs()

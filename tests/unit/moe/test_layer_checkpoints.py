@@ -40,9 +40,9 @@ def made_by(how: str) -> Iterator[World]:
     """A world of the default process group's ranks."""
     domain = int(how.removeprefix("domain=")) if how.startswith("domain=") else None
     with World.of(domain=domain) as world:
-        made = world.group(range(world.size)) if how == "group" else world
-        assert made is not None
-        yield made
+        part = world.group(range(world.size)) if how == "group" else world
+        assert part is not None
+        yield part
 
 
 def restored(rank: int, folder: str, how: str, save: bool) -> list[bool]:
@@ -140,10 +140,10 @@ def in_parts(rank: int) -> list[str]:
         found.append(str(caught.value))
     with World.of() as world:
         parts = [world.group(ranks) for ranks in ((0, 1), (2, 3))]
-        mine = parts[rank // 2]
-        assert mine is not None
+        part = parts[rank // 2]
+        assert part is not None
         with pytest.raises(ConfigError) as caught:
-            MoELayer(mine, SPEC, FORM).state_dict()
+            MoELayer(part, SPEC, FORM).state_dict()
         found.append(str(caught.value))
         single = world.group([0])
         if single is not None:

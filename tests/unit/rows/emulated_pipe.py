@@ -71,15 +71,15 @@ class Strided:
 
 
 def filled(rows: int, hidden: int, dtype: torch.dtype, gap: int = 0, seed: int = 0) -> Strided:
-    made = Strided.empty(rows, hidden, dtype, gap)
-    made.matrix.copy_(torch.randn(rows, hidden, generator=torch.Generator().manual_seed(seed)) * 3 + 0.5)
-    return made
+    strided = Strided.empty(rows, hidden, dtype, gap)
+    strided.matrix.copy_(torch.randn(rows, hidden, generator=torch.Generator().manual_seed(seed)) * 3 + 0.5)
+    return strided
 
 
 def scales_for(rows: int, hidden: int, layout: str) -> torch.Tensor:
     blocks = -(-hidden // 128)
-    made = torch.full((blocks, rows) if layout == "column" else (rows, blocks), -1.0)
-    return made.T if layout == "column" else made
+    scales = torch.full((blocks, rows) if layout == "column" else (rows, blocks), -1.0)
+    return scales.T if layout == "column" else scales
 
 
 def judge_fp8(values: torch.Tensor, scales: torch.Tensor, want: torch.Tensor) -> None:

@@ -324,11 +324,11 @@ def test_terms_that_the_kernel_does_not_take_are_added_by_torch(dtypes, monkeypa
 
 @pytest.mark.parametrize("names", ["aw", "wa"])
 def test_rows_may_be_none_whatever_the_order_of_the_inputs(names):
-    given = {"a": torch.ones(0, 5, requires_grad=True), "w": torch.ones(0, 1, requires_grad=True)}
-    found = raymoe.pointwise("w * a", **{name: given[name] for name in names})
+    inputs = {"a": torch.ones(0, 5, requires_grad=True), "w": torch.ones(0, 1, requires_grad=True)}
+    found = raymoe.pointwise("w * a", **{name: inputs[name] for name in names})
     assert found.shape == (0, 5)
     found.sum().backward()
-    assert given["a"].grad.shape == (0, 5) and given["w"].grad.shape == (0, 1)
+    assert inputs["a"].grad.shape == (0, 5) and inputs["w"].grad.shape == (0, 1)
 
 
 def test_numbers_are_those_that_float32_has():
