@@ -32,9 +32,9 @@ from raymoe.rows.pipe_tensors import (
     PipeRows,
     PipeWork,
     addresses_of,
+    as_dense,
     as_matrix,
     as_rows,
-    as_vector,
     check_hidden,
     flat,
     fp8_of,
@@ -338,7 +338,7 @@ def computed(expression: str, inputs: Sequence[Tensor], full: Tensor, limits: Li
 def _as_spread(vector: Tensor, full: torch.Size) -> Tensor:
     """Return a row or column vector as the kernel takes it."""
     if vector.shape == full[-1:]:
-        return as_vector(vector)
+        return as_dense(vector)
     return vector if vector.is_contiguous() else vector.reshape(-1, 1)
 
 

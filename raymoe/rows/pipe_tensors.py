@@ -152,10 +152,10 @@ def as_rows(x: torch.Tensor) -> torch.Tensor:
     return rows if fits and rows.data_ptr() % ALIGNMENT == 0 else rows.clone(memory_format=torch.contiguous_format)
 
 
-def as_vector(vector: torch.Tensor) -> torch.Tensor:
-    """Return a vector that begins at a multiple of 16 bytes."""
-    fits = vector.is_contiguous() and not vector.data_ptr() % ALIGNMENT
-    return vector if fits else vector.clone(memory_format=torch.contiguous_format)
+def as_dense(tensor: torch.Tensor) -> torch.Tensor:
+    """Return the tensor if it is contiguous and begins at a multiple of 16 bytes, else a copy that is and does."""
+    fits = tensor.is_contiguous() and not tensor.data_ptr() % ALIGNMENT
+    return tensor if fits else tensor.clone(memory_format=torch.contiguous_format)
 
 
 def flat(rows: torch.Tensor) -> torch.Tensor:
