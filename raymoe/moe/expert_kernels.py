@@ -16,8 +16,8 @@ from typing import TYPE_CHECKING
 from raymoe.cuda.jit import KernelSource
 from raymoe.cuda.params import F32, ROW_TYPES, U32, U64, Address, Params
 from raymoe.errors import ConfigError
-from raymoe.rows.launch import KernelCall, device_of
 from raymoe.rows.pipe_tensors import ALIGNMENT, EIGHT, row_type
+from raymoe.rows.row_launch import KernelCall, device_of
 
 if TYPE_CHECKING:
     import torch

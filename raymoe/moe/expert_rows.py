@@ -17,7 +17,7 @@ from torch import Tensor
 
 import raymoe.moe.expert_kernels as expert_kernels
 import raymoe.rows.formulas as formulas
-import raymoe.rows.launch as launch
+import raymoe.rows.row_launch as row_launch
 from raymoe.moe.expert_kernels import (
     ActivationForm,
     AddExpertBias,
@@ -28,7 +28,7 @@ from raymoe.moe.expert_kernels import (
     WeighGradients,
 )
 from raymoe.rows.pipe_tensors import as_dense
-from raymoe.rows.results import new_halved, new_like
+from raymoe.rows.row_results import new_halved, new_like
 
 
 @dataclass(frozen=True)
@@ -110,7 +110,7 @@ _DEVICES = ("cpu", "cuda")
 
 def _in_kernels(rows: Tensor) -> bool:
     """Whether kernels do the work on these rows."""
-    return launch.takes(rows) and expert_kernels.takes(rows)
+    return row_launch.takes(rows) and expert_kernels.takes(rows)
 
 
 def _places(offsets: Tensor, counts: Tensor | None = None) -> Places:
@@ -323,7 +323,7 @@ torch.library.register_autograd("raymoe::gated_activation", _gated_backward, set
 @torch.library.impl("raymoe::weigh_gradients", _DEVICES)
 def _weigh_gradients(dy: Tensor, weights: Tensor, offsets: Tensor, rows: Tensor | None) -> Tensor:
     d_weights = weights.new_empty(0 if rows is None else len(dy))
-    if launch.takes(dy) and expert_kernels.weighs(dy):
+    if row_launch.takes(dy) and expert_kernels.weighs(dy):
         factors = _dense_if(rows), as_dense(weights), None if rows is None else d_weights
         WeighGradients(dy, *factors, _places(offsets)).launch()
         return d_weights

@@ -16,9 +16,9 @@ from raymoe.cuda.jit import KernelSource
 from raymoe.cuda.params import F32, U32, Address, Params
 from raymoe.errors import ConfigError
 from raymoe.moe.router_formulas import RouterForm
-from raymoe.rows.launch import KernelCall, device_of
 from raymoe.rows.pipe_tensors import as_dense, row_type
-from raymoe.rows.results import new_like
+from raymoe.rows.row_launch import KernelCall, device_of
+from raymoe.rows.row_results import new_like
 
 LANES = 32
 MOST_PER_LANE = 32

@@ -17,12 +17,11 @@ from typing import Annotated, Any
 import torch
 from torch import Tensor
 
-import raymoe.rows.launch as launch
+import raymoe.rows.row_launch as row_launch
 from raymoe.cuda.jit import KernelSource
 from raymoe.cuda.params import Address, Params
 from raymoe.errors import ConfigError
 from raymoe.rows.expression import MOST_INPUTS, parse
-from raymoe.rows.launch import KernelCall, device_of
 from raymoe.rows.operators import code
 from raymoe.rows.pipe_shape import NO_LIMITS, Limits, RowWork, piece_breaks, piece_shape
 from raymoe.rows.pipe_tensors import (
@@ -48,7 +47,8 @@ from raymoe.rows.pipe_tensors import (
     vector_of,
     work_of,
 )
-from raymoe.rows.results import new_halved, new_like, new_quantised
+from raymoe.rows.row_launch import KernelCall, device_of
+from raymoe.rows.row_results import new_halved, new_like, new_quantised
 
 # SwiGLU.
 
@@ -316,7 +316,7 @@ def _end_of(offsets: Tensor | None) -> int:
 
 def adds(terms: Sequence[Tensor]) -> bool:
     """Whether the kernel adds these terms of one shape and dtype."""
-    return len(terms) <= MOST_INPUTS and takes_hidden(terms[0].shape[-1]) and launch.takes(terms[0])
+    return len(terms) <= MOST_INPUTS and takes_hidden(terms[0].shape[-1]) and row_launch.takes(terms[0])
 
 
 def pointwise(expression: str, names: str, inputs: Sequence[Tensor], limits: Limits) -> Tensor:

@@ -21,7 +21,6 @@ from torch import Tensor
 from raymoe.cuda.jit import KernelSource
 from raymoe.cuda.params import F32, U32, Address, Params
 from raymoe.errors import ConfigError
-from raymoe.rows.launch import KernelCall, Prepared, PreparedRows, RowsDevice, device_of
 from raymoe.rows.pipe_shape import NO_LIMITS, Limits, RowWork, row_breaks, row_shape
 from raymoe.rows.pipe_tensors import (
     SCALES,
@@ -46,7 +45,8 @@ from raymoe.rows.pipe_tensors import (
     vector_of,
     work_of,
 )
-from raymoe.rows.results import new_like, new_quantised, new_total
+from raymoe.rows.row_launch import KernelCall, Prepared, PreparedRows, RowsDevice, device_of
+from raymoe.rows.row_results import new_like, new_quantised, new_total
 
 
 def rms_norm(x: Tensor, residual: Tensor | None, weight: Tensor, eps: float, limits: Limits) -> tuple[Tensor, Tensor]:

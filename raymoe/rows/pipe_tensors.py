@@ -9,8 +9,8 @@ import torch
 
 from raymoe.cuda.params import ROW_TYPES, U32, U64, Address, Params
 from raymoe.errors import ConfigError
-from raymoe.rows.launch import MOST_TILES, too_many_tiles
 from raymoe.rows.pipe_shape import MOST_HIDDEN, PipeShape
+from raymoe.rows.row_launch import MOST_TILES, too_many_tiles
 
 SCALED = 128
 """Elements of a row of 8-bit floats that share a scale."""

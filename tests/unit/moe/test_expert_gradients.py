@@ -32,7 +32,7 @@ def launched(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
         run_call(call, [*tensors_of(kernel), *tensors_of(kernel.places)])
 
     monkeypatch.setattr(ExpertKernel, "launch", emulate)
-    monkeypatch.setattr("raymoe.rows.launch.takes", lambda x: x.dtype == BF16)
+    monkeypatch.setattr("raymoe.rows.row_launch.takes", lambda x: x.dtype == BF16)
     monkeypatch.setattr(experts_of_a_layer, "_in_kernels", lambda _: True)
     yield names
 

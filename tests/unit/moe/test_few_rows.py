@@ -106,7 +106,7 @@ def test_sizes_that_no_tile_divides_are_refused() -> None:
 
 
 def test_rows_and_weights_begin_at_multiples_of_16_bytes(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("raymoe.rows.launch.takes", lambda _: True)
+    monkeypatch.setattr("raymoe.rows.row_launch.takes", lambda _: True)
     x, flat = drawn(4, 64, seed=0), drawn(2 * 64 * 64 + 1, seed=1)
     down = drawn(2, 64, 32, seed=2)
     assert few_rows.multiplies_few_rows(x, flat[:-1].view(2, 64, 64), down)
@@ -129,7 +129,7 @@ def launched(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
         run_call(call.kernel_call(), tensors_of(call))
 
     monkeypatch.setattr(FewRows, "launch", launch)
-    monkeypatch.setattr("raymoe.rows.launch.takes", lambda _: True)
+    monkeypatch.setattr("raymoe.rows.row_launch.takes", lambda _: True)
     monkeypatch.setattr(expert_rows, "_in_kernels", lambda _: False)
     return found
 

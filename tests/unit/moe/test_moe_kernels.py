@@ -51,7 +51,7 @@ def launched(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
         monkeypatch.setattr(one, "launch", emulate)
     for two in (RmsNormBackward, LayerNormBackward):
         monkeypatch.setattr(two, "launch", emulate_both)
-    monkeypatch.setattr("raymoe.rows.launch.takes", lambda _: True)
+    monkeypatch.setattr("raymoe.rows.row_launch.takes", lambda _: True)
     for name, few in (
         ("CONSUMER_WARPS", 4),
         ("WIDE_WARPS", 4),
@@ -70,7 +70,7 @@ def drawn(*shape: int, dtype: torch.dtype = BF16, seed: int = 0) -> torch.Tensor
 
 def by_formula(monkeypatch: pytest.MonkeyPatch, compute: Callable[[], Any]) -> Any:
     with monkeypatch.context() as patched:
-        patched.setattr("raymoe.rows.launch.takes", lambda _: False)
+        patched.setattr("raymoe.rows.row_launch.takes", lambda _: False)
         return compute()
 
 

@@ -359,7 +359,7 @@ def test_gradients_reach_the_router_through_the_kernel(name: str, monkeypatch: p
     gradients = []
     for emulated in (False, True):
         if emulated:
-            monkeypatch.setattr("raymoe.rows.launch.takes", lambda _: True)
+            monkeypatch.setattr("raymoe.rows.row_launch.takes", lambda _: True)
             monkeypatch.setattr(Route, "launch", emulate)
             monkeypatch.setattr("raymoe.moe.router.route", by_operator)
         router, rows = Router(form, weight.clone(), correction=bias_for(name)), x.clone().requires_grad_()

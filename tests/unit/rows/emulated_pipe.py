@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from raymoe.cuda.launch import Shape
-from raymoe.rows.launch import KernelCall
+from raymoe.rows.row_launch import KernelCall
 from tests.emulator.build import Change
 from tests.emulator.machine import Emulator
 

@@ -12,10 +12,10 @@ import pytest
 import torch
 
 from raymoe.errors import ConfigError
-from raymoe.rows import launch, tile_counters
-from raymoe.rows.launch import KernelCall
+from raymoe.rows import row_launch, tile_counters
 from raymoe.rows.norm_kernels import RmsNorm, RmsNormBackward
 from raymoe.rows.pipe_shape import Limits
+from raymoe.rows.row_launch import KernelCall
 from tests.unit.rows.rows_driver import Counters, Enqueued, RowsDriver
 
 NOW = Limits()
@@ -77,7 +77,7 @@ def test_memory_does_not_grow_with_numbers_of_rows(driver: RowsDriver) -> None:
 
 
 def test_prepared_launches_of_old_kinds_are_dropped(driver: RowsDriver, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(launch, "MOST_KINDS", 4)
+    monkeypatch.setattr(row_launch, "MOST_KINDS", 4)
     call = norm(300)
     for eps in range(1, 21):
         call.eps = float(eps)

@@ -314,7 +314,7 @@ def test_added_terms_pass_opcheck_and_their_gradient_is_that_of_the_sum():
 
 @pytest.mark.parametrize("dtypes", [[torch.float32] * 3, [torch.float32, torch.float64, torch.float32]])
 def test_terms_that_the_kernel_does_not_take_are_added_by_torch(dtypes, monkeypatch):
-    monkeypatch.setattr("raymoe.rows.launch.takes", lambda _: True)
+    monkeypatch.setattr("raymoe.rows.row_launch.takes", lambda _: True)
     terms = [torch.rand(3, 12, dtype=dtype) for dtype in dtypes]
     assert torch.equal(add(*terms), terms[0] + terms[1] + terms[2])
     assert torch.equal(torch.ops.raymoe.sum_terms(terms[:1] * 3), terms[0] * 3)  # 12 is no multiple of 8

@@ -17,7 +17,6 @@ from raymoe.moe.few_rows import FewRows
 from raymoe.moe.router_formulas import RouterForm
 from raymoe.moe.router_kernels import Route, RouteBackward, RouterSums, runs_of
 from raymoe.rows.elementwise_kernels import Pointwise, Swiglu, SwigluBackward, new_piece_sums
-from raymoe.rows.launch import KernelCall
 from raymoe.rows.norm_kernels import LayerNorm, LayerNormBackward, RmsNorm, RmsNormBackward
 from raymoe.rows.pipe_shape import (
     Limits,
@@ -28,6 +27,7 @@ from raymoe.rows.pipe_shape import (
     row_breaks,
     row_shape,
 )
+from raymoe.rows.row_launch import KernelCall
 from tests.unit.rows.rows_driver import Counters, Enqueued, RowsDriver
 
 BF16, F16, F32 = torch.bfloat16, torch.float16, torch.float32
