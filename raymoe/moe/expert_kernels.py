@@ -16,8 +16,8 @@ from typing import TYPE_CHECKING
 from raymoe.cuda.jit import KernelSource
 from raymoe.cuda.params import F32, ROW_TYPES, U32, U64, Address, Params
 from raymoe.errors import ConfigError
-from raymoe.rows.launch import KernelCall, device_of
 from raymoe.rows.pipe_tensors import ALIGNMENT, EIGHT, row_type
+from raymoe.rows.row_launch import KernelCall, device_of
 
 if TYPE_CHECKING:
     import torch
@@ -31,8 +31,8 @@ MOST_SLICES, SLICES = 64, 512
 
 @dataclass(frozen=True)
 class Places:
-    """Where each expert's rows are: int32 on the device, `counts[e]` rows from `offsets[e]` on. Without counts there
-    are no gaps to leave out."""
+    """`Groups` as kernels take them: int32 on the device, `counts[e]` rows of expert e from `offsets[e]` on. Without
+    counts there are no gaps to leave out."""
 
     offsets: torch.Tensor  # [L + 1]
     counts: torch.Tensor | None = None  # [L]

@@ -17,7 +17,7 @@ from torch import Tensor
 
 import raymoe.moe.expert_kernels as expert_kernels
 import raymoe.rows.formulas as formulas
-import raymoe.rows.launch as launch
+import raymoe.rows.row_launch as row_launch
 from raymoe.moe.expert_kernels import (
     ActivationForm,
     AddExpertBias,
@@ -27,8 +27,8 @@ from raymoe.moe.expert_kernels import (
     Places,
     WeighGradients,
 )
-from raymoe.rows.pipe_tensors import ALIGNMENT
-from raymoe.rows.results import new_halved, new_like
+from raymoe.rows.pipe_tensors import as_dense
+from raymoe.rows.row_results import new_halved, new_like
 
 
 @dataclass(frozen=True)
@@ -110,21 +110,15 @@ _DEVICES = ("cpu", "cuda")
 
 def _in_kernels(rows: Tensor) -> bool:
     """Whether kernels do the work on these rows."""
-    return launch.takes(rows) and expert_kernels.takes(rows)
+    return row_launch.takes(rows) and expert_kernels.takes(rows)
 
 
 def _places(offsets: Tensor, counts: Tensor | None = None) -> Places:
     return Places(offsets.to(torch.int32).contiguous(), None if counts is None else counts.to(torch.int32).contiguous())
 
 
-def _dense(rows: Tensor) -> Tensor:
-    """Return rows as kernels take them: contiguous, from a multiple of 16 bytes on."""
-    rows = rows.contiguous()
-    return rows if rows.data_ptr() % ALIGNMENT == 0 else rows.clone()
-
-
-def _dense_if(rows: Tensor | None) -> Tensor | None:
-    return None if rows is None else _dense(rows)
+def _dense_if(tensor: Tensor | None) -> Tensor | None:
+    return None if tensor is None else as_dense(tensor)
 
 
 def _column(weights: Tensor | None, like: Tensor) -> Tensor | float:
@@ -146,7 +140,7 @@ def _bias_of_rows(rows: Tensor, bias: Tensor, offsets: Tensor, counts: Tensor) -
 def _add_expert_bias(rows: Tensor, bias: Tensor, offsets: Tensor, counts: Tensor, weights: Tensor | None) -> Tensor:
     y = new_like(rows)
     if _in_kernels(rows):
-        AddExpertBias(_dense(rows), _dense(bias), _dense_if(weights), y, _places(offsets, counts)).launch()
+        AddExpertBias(as_dense(rows), as_dense(bias), _dense_if(weights), y, _places(offsets, counts)).launch()
         return y
     added, there = _bias_of_rows(rows, bias, offsets, counts)
     return y.copy_(torch.where(there, formulas.wide(rows) + added * _column(weights, added), 0))
@@ -161,7 +155,7 @@ def _expert_sums(rows: Tensor, offsets: Tensor, counts: Tensor, weights: Tensor 
     """Sum each expert's rows, times their weights if there are some: float32[L, N]; float64 of float64."""
     if _in_kernels(rows):
         sums = expert_kernels.new_sums(rows, len(counts))
-        ExpertSums(_dense(rows), _dense_if(weights), sums, _places(offsets, counts)).launch()
+        ExpertSums(as_dense(rows), _dense_if(weights), sums, _places(offsets, counts)).launch()
         return sums.sum(dim=1)
     if rows.device.type == "cpu":
         sums = _new_sums(rows, counts).zero_()
@@ -191,7 +185,7 @@ def _bias_dots(dy: Tensor, bias: Tensor, offsets: Tensor, counts: Tensor) -> Ten
     """Sum dy times the bias of its expert over each row, float32[C]: the gradient of the bias's weight."""
     dots = dy.new_empty(len(dy), dtype=torch.float32)
     if _in_kernels(dy):
-        WeighGradients(_dense(dy), _dense(bias), None, dots, _places(offsets, counts)).launch()
+        WeighGradients(as_dense(dy), as_dense(bias), None, dots, _places(offsets, counts)).launch()
         return dots
     own, there = _bias_of_rows(dy, bias, offsets, counts)
     return dots.copy_(torch.where(there, formulas.wide(dy) * own, 0).sum(dim=1))
@@ -255,7 +249,7 @@ def _gated_activation(
 ) -> Tensor:
     h, form = new_halved(gate_up), ActivationForm(*numbers)
     if _in_kernels(h):
-        inputs = _dense(gate_up), _dense_if(bias), _dense_if(weights)
+        inputs = as_dense(gate_up), _dense_if(bias), _dense_if(weights)
         GatedActivation(form, *inputs, h, _places(offsets, counts)).launch()
         return h
     biased, there = _biased(gate_up, bias, offsets, counts)
@@ -288,7 +282,7 @@ def _gated_activation_backward(
     d_gate_up, form = new_like(gate_up), ActivationForm(*numbers)
     d_weights = dh.new_empty(0 if weights is None else len(dh), dtype=torch.float32)
     if _in_kernels(dh):
-        inputs = _dense(dh), _dense(gate_up), _dense_if(bias), _dense_if(weights)
+        inputs = as_dense(dh), as_dense(gate_up), _dense_if(bias), _dense_if(weights)
         results = d_gate_up, None if weights is None else d_weights
         GatedActivationBackward(form, *inputs, *results, _places(offsets, counts)).launch()
         return d_gate_up, d_weights
@@ -329,8 +323,8 @@ torch.library.register_autograd("raymoe::gated_activation", _gated_backward, set
 @torch.library.impl("raymoe::weigh_gradients", _DEVICES)
 def _weigh_gradients(dy: Tensor, weights: Tensor, offsets: Tensor, rows: Tensor | None) -> Tensor:
     d_weights = weights.new_empty(0 if rows is None else len(dy))
-    if launch.takes(dy) and expert_kernels.weighs(dy):
-        factors = _dense_if(rows), _dense(weights), None if rows is None else d_weights
+    if row_launch.takes(dy) and expert_kernels.weighs(dy):
+        factors = _dense_if(rows), as_dense(weights), None if rows is None else d_weights
         WeighGradients(dy, *factors, _places(offsets)).launch()
         return d_weights
     there = slice(int(offsets[-1]) if dy.device.type == "cpu" else None)

@@ -9,12 +9,12 @@ from dataclasses import dataclass
 
 import torch
 
-import raymoe.rows.launch as launch
+import raymoe.rows.row_launch as row_launch
 from raymoe.cuda.jit import KernelSource
 from raymoe.cuda.params import U32, Address, Params
 from raymoe.errors import ConfigError
-from raymoe.rows.launch import KernelCall, device_of
 from raymoe.rows.pipe_tensors import ALIGNMENT
+from raymoe.rows.row_launch import KernelCall, device_of
 
 WARPS, BLOCKS_OF_SM = 8, 2
 STEP = 32
@@ -113,7 +113,7 @@ def multiplies_few_rows(x: torch.Tensor, gate_up: torch.Tensor, down: torch.Tens
         tensor.dtype == torch.bfloat16 and tensor.is_contiguous() and tensor.data_ptr() % ALIGNMENT == 0
         for tensor in (x, gate_up, down)
     )
-    return sizes and fit and launch.takes(x)
+    return sizes and fit and row_launch.takes(x)
 
 
 def multiply_few_rows(

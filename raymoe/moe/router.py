@@ -14,7 +14,7 @@ from torch import nn
 
 import raymoe.moe.router_formulas as formulas
 import raymoe.moe.router_kernels as kernels
-import raymoe.rows.launch as launch
+import raymoe.rows.row_launch as row_launch
 from raymoe.moe.logits import logits_of
 from raymoe.moe.router_formulas import RouterForm
 from raymoe.rows.direct import Computation, backward_directly, directly, needs_gradient
@@ -81,7 +81,7 @@ def _route(logits: torch.Tensor, bias: torch.Tensor | None, *fields: Any) -> tup
 def _choose(
     logits: torch.Tensor, bias: torch.Tensor | None, form: RouterForm, *, differentiable: bool = False
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    if not launch.takes(logits) or not kernels.routes(logits, form):
+    if not row_launch.takes(logits) or not kernels.routes(logits, form):
         return formulas.route(logits.float(), form, bias)
     return kernels.route(logits, bias, form, differentiable=differentiable)
 
@@ -125,7 +125,7 @@ class _Route(Computation):
     def backward(ctx: Any, _: object, dweights: torch.Tensor) -> tuple[Any, ...]:
         logits, topk_idx = ctx.saved_tensors
         direct = backward_directly(dweights, logits)
-        kernel = direct and launch.takes(logits) and kernels.routes(logits, ctx.form)
+        kernel = direct and row_launch.takes(logits) and kernels.routes(logits, ctx.form)
         compute = kernels.route_backward if kernel else formulas.route_backward
         return compute(dweights, logits, topk_idx, ctx.form), None, None
 
@@ -168,7 +168,7 @@ torch.library.define(
 @torch.library.impl("raymoe::router_sums", ("cpu", "cuda"))
 def _router_sums(logits: torch.Tensor, topk_idx: torch.Tensor, sigmoid: bool) -> tuple[torch.Tensor, torch.Tensor]:
     """Return the sums of each expert's shares of the scores over all tokens, and its load."""
-    if launch.takes(logits) and kernels.routes(logits, RouterForm(logits.shape[1], 1)):
+    if row_launch.takes(logits) and kernels.routes(logits, RouterForm(logits.shape[1], 1)):
         return kernels.router_sums(logits, topk_idx, sigmoid)
     load = formulas.expert_load(topk_idx, logits.shape[1]).clone()  # an output of an operator owns its memory
     return formulas.shares(logits.float(), sigmoid).sum(dim=0), load

@@ -16,9 +16,9 @@ from raymoe.cuda.jit import KernelSource
 from raymoe.cuda.params import F32, U32, Address, Params
 from raymoe.errors import ConfigError
 from raymoe.moe.router_formulas import RouterForm
-from raymoe.rows.launch import KernelCall, device_of
-from raymoe.rows.pipe_tensors import ALIGNMENT, row_type
-from raymoe.rows.results import new_like
+from raymoe.rows.pipe_tensors import as_dense, row_type
+from raymoe.rows.row_launch import KernelCall, device_of
+from raymoe.rows.row_results import new_like
 
 LANES = 32
 MOST_PER_LANE = 32
@@ -74,8 +74,7 @@ def _as_logits(logits: Tensor, experts: int, groups: int) -> Tensor:
     """Return logits as the kernels take them: float32 where they cannot load 16 bits, contiguous and aligned."""
     if experts_per_lane(experts, groups, logits.element_size()) is None:
         logits = logits.float()
-    dense = logits.is_contiguous() and logits.data_ptr() % ALIGNMENT == 0
-    return logits if dense else logits.clone(memory_format=torch.contiguous_format)
+    return as_dense(logits)
 
 
 @functools.lru_cache(maxsize=256)

@@ -9,13 +9,13 @@ from torch import Tensor
 
 import raymoe.rows.elementwise_kernels as kernels
 import raymoe.rows.formulas as formulas
-import raymoe.rows.launch as launch
+import raymoe.rows.row_launch as row_launch
 from raymoe.errors import ConfigError
-from raymoe.rows.arguments import Plain, Quantised, ResultForm, check_rows, form_of, refuse_gradient
 from raymoe.rows.direct import Computation, backward_directly, directly, needs_gradient
 from raymoe.rows.norm import check_columns
 from raymoe.rows.pipe_shape import limits_of
-from raymoe.rows.results import new_halved, new_like, new_quantised, quantised
+from raymoe.rows.row_arguments import Plain, Quantised, ResultForm, check_rows, form_of, refuse_gradient
+from raymoe.rows.row_results import new_halved, new_like, new_quantised, quantised
 
 
 @overload
@@ -97,7 +97,7 @@ def _check_weights(gate_up: Tensor, weights: object, form: ResultForm) -> None:
 
 
 def _compute_swiglu(gate_up: Tensor, offsets: Tensor | None, sms: int | None) -> Tensor:
-    if launch.takes(gate_up):
+    if row_launch.takes(gate_up):
         return kernels.swiglu(gate_up, offsets, limits_of(sms))
     y = new_halved(gate_up)
     valid = _valid_rows(gate_up, offsets)
@@ -106,7 +106,7 @@ def _compute_swiglu(gate_up: Tensor, offsets: Tensor | None, sms: int | None) ->
 
 
 def _valid_rows(gate_up: Tensor, offsets: Tensor | None) -> int | None:
-    """Count the rows that are valid; None if only a wait for the device would tell."""
+    """Count the rows that are valid; None if the host would have to wait for the device."""
     if offsets is None or gate_up.device.type != "cpu":
         return None
     return min(int(offsets[-1]), gate_up.shape[0])
@@ -128,7 +128,7 @@ def _(gate_up: Tensor, *_: object) -> Tensor:
 
 
 def _compute_swiglu_backward(dy: Tensor, gate_up: Tensor, offsets: Tensor | None, sms: int | None) -> Tensor:
-    if launch.takes(gate_up):
+    if row_launch.takes(gate_up):
         return kernels.swiglu_backward(dy, gate_up, offsets, limits_of(sms))
     d_gate_up = new_like(gate_up)
     valid = _valid_rows(gate_up, offsets)
@@ -167,7 +167,7 @@ _swiglu.register_autograd(_differentiate, setup_context=_save)
 
 
 def _compute_weighted_swiglu(gate_up: Tensor, weights: Tensor, offsets: Tensor | None, sms: int | None) -> Tensor:
-    if launch.takes(gate_up):
+    if row_launch.takes(gate_up):
         return kernels.weighted_swiglu(gate_up, weights, offsets, limits_of(sms))
     y = new_halved(gate_up)
     valid = _valid_rows(gate_up, offsets)
@@ -187,7 +187,7 @@ def _(gate_up: Tensor, *_: object) -> Tensor:
 def _compute_weighted_swiglu_backward(
     dy: Tensor, gate_up: Tensor, weights: Tensor, offsets: Tensor | None, sms: int | None
 ) -> tuple[Tensor, Tensor]:
-    if launch.takes(gate_up):
+    if row_launch.takes(gate_up):
         return kernels.weighted_swiglu_backward(dy, gate_up, weights, offsets, limits_of(sms))
     d_gate_up, d_weights = new_like(gate_up), new_like(weights)
     valid = _valid_rows(gate_up, offsets)
@@ -251,7 +251,7 @@ class _Swiglu(Computation):
 def _compute_swiglu_fp8(
     gate_up: Tensor, offsets: Tensor | None, column: bool, sms: int | None
 ) -> tuple[Tensor, Tensor]:
-    if launch.takes(gate_up):
+    if row_launch.takes(gate_up):
         return kernels.swiglu_fp8(gate_up, offsets, column, limits_of(sms))
     valid = _valid_rows(gate_up, offsets)
     rows = formulas.swiglu(gate_up[:valid])

@@ -14,13 +14,13 @@ import torch
 from torch import Tensor
 
 import raymoe.rows.elementwise_kernels as kernels
-import raymoe.rows.launch as launch
+import raymoe.rows.row_launch as row_launch
 from raymoe.errors import ConfigError, shown
-from raymoe.rows.arguments import PLAIN, ResultForm, check_rows
 from raymoe.rows.direct import Computation, backward_directly, directly, needs_gradient
 from raymoe.rows.expression import Expression, parse
 from raymoe.rows.operators import OUTGOING, code, evaluate, gradients
 from raymoe.rows.pipe_shape import NO_LIMITS, limits_of
+from raymoe.rows.row_arguments import PLAIN, ResultForm, check_rows
 
 
 def pointwise(expression: str, /, *, sms: int | None = None, **inputs: Tensor) -> Tensor:
@@ -128,7 +128,7 @@ class _SumTerms(Computation):
 def _compute_pointwise(expression: str, names: str, inputs: Sequence[Tensor], sms: int | None) -> Tensor:
     program = _program(expression, names)
     shape = _full_shape(program.names, inputs)
-    if launch.takes(inputs[0]):
+    if row_launch.takes(inputs[0]):
         full = inputs[0] if inputs[0].shape == shape else next(tensor for tensor in inputs if tensor.shape == shape)
         return program.whole.computed(inputs, full, sms)
     values = {name: value.float() for name, value in zip(program.names, inputs, strict=True)}
@@ -246,7 +246,7 @@ def _whole_gradient(derivative: _Formula, names: Sequence[str], tensors: Sequenc
     """Return the gradient of an input before it is summed, in new memory: float32, or the inputs' dtype where a kernel
     computes it. The last of `tensors` is the gradient of the result."""
     dy = tensors[-1]
-    if launch.takes(dy):
+    if row_launch.takes(dy):
         return derivative.computed(tensors, dy, sms)
     values = {name: value.float() for name, value in zip([*names, OUTGOING], tensors, strict=True)}
     whole = evaluate(derivative.expression, values).expand(dy.shape)

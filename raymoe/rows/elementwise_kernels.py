@@ -17,12 +17,11 @@ from typing import Annotated, Any
 import torch
 from torch import Tensor
 
-import raymoe.rows.launch as launch
+import raymoe.rows.row_launch as row_launch
 from raymoe.cuda.jit import KernelSource
 from raymoe.cuda.params import Address, Params
 from raymoe.errors import ConfigError
 from raymoe.rows.expression import MOST_INPUTS, parse
-from raymoe.rows.launch import KernelCall, PreparedRows, device_of
 from raymoe.rows.operators import code
 from raymoe.rows.pipe_shape import NO_LIMITS, Limits, RowWork, piece_breaks, piece_shape
 from raymoe.rows.pipe_tensors import (
@@ -32,9 +31,9 @@ from raymoe.rows.pipe_tensors import (
     PipeRows,
     PipeWork,
     addresses_of,
+    as_dense,
     as_matrix,
     as_rows,
-    as_vector,
     check_hidden,
     flat,
     fp8_of,
@@ -48,7 +47,8 @@ from raymoe.rows.pipe_tensors import (
     vector_of,
     work_of,
 )
-from raymoe.rows.results import new_halved, new_like, new_quantised
+from raymoe.rows.row_launch import KernelCall, device_of
+from raymoe.rows.row_results import new_halved, new_like, new_quantised
 
 # SwiGLU.
 
@@ -131,15 +131,11 @@ class Swiglu:
             _add_numbers(kind, values, offsets, weights)
         device, key = device_of(gate_up.get_device()), tuple(kind)
         prepared = None if values is None else device.find(key, rows)
-        if prepared is None or values is None:
-            call = self.kernel_call(limits)
-            if values is None or not call.tiles:
-                device.run(call, limits.sms)
-                return
-            names = (*(SWIGLU if scales is None else SWIGLU_FP8), *_names_of(end=offsets, weights=weights))
-            prepared = PreparedRows(device, call, limits.sms, names)
-            device.keep(key, rows, call.breaks, prepared)
-        prepared.of_rows(rows, values)
+        if prepared is not None:
+            prepared.of_rows(rows, values)
+            return
+        names = (*(SWIGLU if scales is None else SWIGLU_FP8), *_names_of(end=offsets, weights=weights))
+        device.launch_first(key, rows, values, self.kernel_call(limits), limits, names)
 
     def kernel_call(self, limits: Limits) -> KernelCall:
         """Check the tensors; return the kernel, its shape and its parameters."""
@@ -213,15 +209,11 @@ class SwigluBackward:
                 values.append(sums.data_ptr())
         device, key = device_of(dy.get_device()), tuple(kind)
         prepared = None if values is None else device.find(key, rows)
-        if prepared is None or values is None:
-            call = self.kernel_call(limits)
-            if values is None or not call.tiles:
-                device.run(call, limits.sms)
-                return
-            names = (*SWIGLU_BACKWARD, *_names_of(end=offsets, weights=weights, piece_sums=sums))
-            prepared = PreparedRows(device, call, limits.sms, names)
-            device.keep(key, rows, call.breaks, prepared)
-        prepared.of_rows(rows, values)
+        if prepared is not None:
+            prepared.of_rows(rows, values)
+            return
+        names = (*SWIGLU_BACKWARD, *_names_of(end=offsets, weights=weights, piece_sums=sums))
+        device.launch_first(key, rows, values, self.kernel_call(limits), limits, names)
 
     def kernel_call(self, limits: Limits) -> KernelCall:
         """Check the tensors; return the kernel, its shape and its parameters."""
@@ -324,7 +316,7 @@ def _end_of(offsets: Tensor | None) -> int:
 
 def adds(terms: Sequence[Tensor]) -> bool:
     """Whether the kernel adds these terms of one shape and dtype."""
-    return len(terms) <= MOST_INPUTS and takes_hidden(terms[0].shape[-1]) and launch.takes(terms[0])
+    return len(terms) <= MOST_INPUTS and takes_hidden(terms[0].shape[-1]) and row_launch.takes(terms[0])
 
 
 def pointwise(expression: str, names: str, inputs: Sequence[Tensor], limits: Limits) -> Tensor:
@@ -346,7 +338,7 @@ def computed(expression: str, inputs: Sequence[Tensor], full: Tensor, limits: Li
 def _as_spread(vector: Tensor, full: torch.Size) -> Tensor:
     """Return a row or column vector as the kernel takes it."""
     if vector.shape == full[-1:]:
-        return as_vector(vector)
+        return as_dense(vector)
     return vector if vector.is_contiguous() else vector.reshape(-1, 1)
 
 
@@ -389,14 +381,11 @@ class Pointwise:
             values, spread = addresses_of((), (out, *inputs), kind), ["FULL"] * len(inputs)
         device, key = device_of(out.get_device()), tuple(kind)
         prepared = None if values is None else device.find(key, rows)
-        if prepared is None or values is None:
-            call = self.kernel_call(limits)
-            if values is None or not call.tiles:
-                device.run(call, limits.sms)
-                return
-            prepared = PreparedRows(device, call, limits.sms, ("out.at", *_names_of_inputs(spread)))
-            device.keep(key, rows, call.breaks, prepared)
-        prepared.of_rows(rows, values)
+        if prepared is not None:
+            prepared.of_rows(rows, values)
+            return
+        names = ("out.at", *_names_of_inputs(spread))
+        device.launch_first(key, rows, values, self.kernel_call(limits), limits, names)
 
     def kernel_call(self, limits: Limits) -> KernelCall:
         """Check the tensors; return the kernel, its shape and its parameters."""

@@ -13,10 +13,12 @@ import torch
 from torch import Tensor
 
 import raymoe.rows.formulas as formulas
-import raymoe.rows.launch as launch
 import raymoe.rows.norm_kernels as kernels
+import raymoe.rows.row_launch as row_launch
 from raymoe.errors import ConfigError
-from raymoe.rows.arguments import (
+from raymoe.rows.direct import Computation, backward_directly, directly, needs_gradient
+from raymoe.rows.pipe_shape import limits_of
+from raymoe.rows.row_arguments import (
     Plain,
     Quantised,
     ResultForm,
@@ -26,9 +28,7 @@ from raymoe.rows.arguments import (
     form_of,
     refuse_gradient,
 )
-from raymoe.rows.direct import Computation, backward_directly, directly, needs_gradient
-from raymoe.rows.pipe_shape import limits_of
-from raymoe.rows.results import new_like, new_quantised, new_total, quantised
+from raymoe.rows.row_results import new_like, new_quantised, new_total, quantised
 
 # The functions.
 
@@ -153,7 +153,7 @@ def check_columns(op: str, x: Tensor, form: ResultForm) -> None:
 
 def _plain_rms_norm(x: Tensor, weight: Tensor, eps: float, sms: int | None) -> Tensor:
     """Return y alone, without the empty total."""
-    if launch.takes(x):
+    if row_launch.takes(x):
         return kernels.plain_rms_norm(x, weight, eps, limits_of(sms))
     return new_like(x).copy_(formulas.rms_norm(x, weight, eps))
 
@@ -162,7 +162,7 @@ def _compute_rms_norm(
     x: Tensor, residual: Tensor | None, weight: Tensor, eps: float, sms: int | None
 ) -> tuple[Tensor, Tensor]:
     """Return y and total."""
-    if launch.takes(x):
+    if row_launch.takes(x):
         return kernels.rms_norm(x, residual, weight, eps, limits_of(sms))
     rows, total = _summed(x, residual)
     return new_like(x).copy_(formulas.rms_norm(rows, weight, eps)), total
@@ -193,7 +193,7 @@ def _compute_rms_norm_backward(
     sms: int | None,
 ) -> tuple[Tensor, Tensor]:
     """Return the gradients of the normalised rows and of the weight. `dtotal` is added to the first."""
-    if launch.takes(rows):
+    if row_launch.takes(rows):
         return kernels.rms_norm_backward(dy, dtotal, rows, weight, eps, limits_of(sms))
     drows, dweight = formulas.rms_norm_backward(dy, rows, weight, eps)
     if dtotal is not None:
@@ -272,7 +272,7 @@ def _compute_rms_norm_fp8(
     sms: int | None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return values, scales and total."""
-    if launch.takes(x):
+    if row_launch.takes(x):
         return kernels.rms_norm_fp8(x, residual, weight, eps, column, limits_of(sms))
     rows, total = _summed(x, residual)
     return *quantised(formulas.rms_norm(rows, weight, eps), column), total
@@ -292,7 +292,7 @@ def _(
 
 
 def _compute_layer_norm(x: Tensor, weight: Tensor, bias: Tensor, eps: float, sms: int | None) -> Tensor:
-    if launch.takes(x):
+    if row_launch.takes(x):
         return kernels.layer_norm(x, weight, bias, eps, limits_of(sms))
     return new_like(x).copy_(formulas.layer_norm(x, weight, bias, eps))
 
@@ -313,7 +313,7 @@ def _compute_layer_norm_backward(
     sms: int | None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return the gradients of x, weight and bias."""
-    if launch.takes(x):
+    if row_launch.takes(x):
         return kernels.layer_norm_backward(dy, x, weight, eps, limits_of(sms))
     dx, dweight, dbias = formulas.layer_norm_backward(dy, x, weight, eps)
     return new_like(x).copy_(dx), dweight.to(weight.dtype), dbias.to(weight.dtype)
@@ -363,7 +363,7 @@ def _compute_layer_norm_fp8(
     sms: int | None,
 ) -> tuple[Tensor, Tensor]:
     """Return values and scales."""
-    if launch.takes(x):
+    if row_launch.takes(x):
         return kernels.layer_norm_fp8(x, weight, bias, eps, column, limits_of(sms))
     return quantised(formulas.layer_norm(x, weight, bias, eps), column)
 

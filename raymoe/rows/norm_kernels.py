@@ -21,7 +21,6 @@ from torch import Tensor
 from raymoe.cuda.jit import KernelSource
 from raymoe.cuda.params import F32, U32, Address, Params
 from raymoe.errors import ConfigError
-from raymoe.rows.launch import KernelCall, Prepared, PreparedRows, RowsDevice, device_of
 from raymoe.rows.pipe_shape import NO_LIMITS, Limits, RowWork, row_breaks, row_shape
 from raymoe.rows.pipe_tensors import (
     SCALES,
@@ -30,9 +29,9 @@ from raymoe.rows.pipe_tensors import (
     PipeRows,
     PipeWork,
     addresses_of,
+    as_dense,
     as_matrix,
     as_rows,
-    as_vector,
     check_hidden,
     flat,
     fp8_of,
@@ -46,20 +45,21 @@ from raymoe.rows.pipe_tensors import (
     vector_of,
     work_of,
 )
-from raymoe.rows.results import new_like, new_quantised, new_total
+from raymoe.rows.row_launch import KernelCall, Prepared, PreparedRows, RowsDevice, device_of
+from raymoe.rows.row_results import new_like, new_quantised, new_total
 
 
 def rms_norm(x: Tensor, residual: Tensor | None, weight: Tensor, eps: float, limits: Limits) -> tuple[Tensor, Tensor]:
     if residual is None:
         return plain_rms_norm(x, weight, eps, limits), new_total(x, None)
     y, total = new_like(x), new_like(x)
-    RmsNorm(as_rows(x), as_vector(weight), y, eps, None, as_rows(residual), total).launch(limits)
+    RmsNorm(as_rows(x), as_dense(weight), y, eps, None, as_rows(residual), total).launch(limits)
     return y, total
 
 
 def plain_rms_norm(x: Tensor, weight: Tensor, eps: float, limits: Limits) -> Tensor:
     y = new_like(x)
-    RmsNorm(as_rows(x), as_vector(weight), y, eps).launch(limits)
+    RmsNorm(as_rows(x), as_dense(weight), y, eps).launch(limits)
     return y
 
 
@@ -69,13 +69,13 @@ def rms_norm_fp8(
     values, scales = new_quantised(x.shape, x.device, column)
     total = new_total(x, residual)
     added = (None, None) if residual is None else (as_rows(residual), total)
-    RmsNorm(as_rows(x), as_vector(weight), values, eps, flat(scales), *added).launch(limits)
+    RmsNorm(as_rows(x), as_dense(weight), values, eps, flat(scales), *added).launch(limits)
     return values, scales, total
 
 
 def layer_norm(x: Tensor, weight: Tensor, bias: Tensor, eps: float, limits: Limits) -> Tensor:
     y = new_like(x)
-    LayerNorm(as_rows(x), as_vector(weight), as_vector(bias), y, eps).launch(limits)
+    LayerNorm(as_rows(x), as_dense(weight), as_dense(bias), y, eps).launch(limits)
     return y
 
 
@@ -83,7 +83,7 @@ def layer_norm_fp8(
     x: Tensor, weight: Tensor, bias: Tensor, eps: float, column: bool, limits: Limits
 ) -> tuple[Tensor, Tensor]:
     values, scales = new_quantised(x.shape, x.device, column)
-    LayerNorm(as_rows(x), as_vector(weight), as_vector(bias), values, eps, flat(scales)).launch(limits)
+    LayerNorm(as_rows(x), as_dense(weight), as_dense(bias), values, eps, flat(scales)).launch(limits)
     return values, scales
 
 
@@ -92,7 +92,7 @@ def rms_norm_backward(
 ) -> tuple[Tensor, Tensor]:
     drows, dweight = new_like(rows), new_like(weight)
     added = None if dtotal is None else as_rows(dtotal)
-    RmsNormBackward(as_rows(dy), as_rows(rows), as_vector(weight), drows, dweight, eps, added).launch(limits)
+    RmsNormBackward(as_rows(dy), as_rows(rows), as_dense(weight), drows, dweight, eps, added).launch(limits)
     return drows, dweight
 
 
@@ -100,7 +100,7 @@ def layer_norm_backward(
     dy: Tensor, x: Tensor, weight: Tensor, eps: float, limits: Limits
 ) -> tuple[Tensor, Tensor, Tensor]:
     dx, dweight, dbias = new_like(x), new_like(weight), new_like(weight)
-    LayerNormBackward(as_rows(dy), as_rows(x), as_vector(weight), dx, dweight, dbias, eps).launch(limits)
+    LayerNormBackward(as_rows(dy), as_rows(x), as_dense(weight), dx, dweight, dbias, eps).launch(limits)
     return dx, dweight, dbias
 
 
@@ -194,15 +194,13 @@ def _launch_norm(
         values += scales_of(scales, kind)
     device, key = device_of(x.get_device()), tuple(kind)
     prepared = None if values is None else device.find(key, count)
-    if prepared is None or values is None:
-        call = norm.kernel_call(limits)
-        if values is None or not call.tiles:  # a row of 8-bit floats needs less alignment
-            device.run(call, limits.sms)
-            return
-        names = (*VECTORS[: len(vectors)], *(ROWS if scales is None else FP8_ROWS)[: len(rows)])
-        prepared = PreparedRows(device, call, limits.sms, names if scales is None else (*names, *SCALES))
-        device.keep(key, count, call.breaks, prepared)
-    prepared.of_rows(count, values)
+    if prepared is not None:
+        prepared.of_rows(count, values)
+        return
+    names = (*VECTORS[: len(vectors)], *(ROWS if scales is None else FP8_ROWS)[: len(rows)])
+    if scales is not None:  # rows of 8-bit floats need less alignment, so there may be no values
+        names = (*names, *SCALES)
+    device.launch_first(key, count, values, norm.kernel_call(limits), limits, names)
 
 
 VECTORS = ("weight", "bias")

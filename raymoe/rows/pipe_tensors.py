@@ -9,8 +9,8 @@ import torch
 
 from raymoe.cuda.params import ROW_TYPES, U32, U64, Address, Params
 from raymoe.errors import ConfigError
-from raymoe.rows.launch import MOST_TILES, too_many_tiles
 from raymoe.rows.pipe_shape import MOST_HIDDEN, PipeShape
+from raymoe.rows.row_launch import MOST_TILES, too_many_tiles
 
 SCALED = 128
 """Elements of a row of 8-bit floats that share a scale."""
@@ -152,10 +152,10 @@ def as_rows(x: torch.Tensor) -> torch.Tensor:
     return rows if fits and rows.data_ptr() % ALIGNMENT == 0 else rows.clone(memory_format=torch.contiguous_format)
 
 
-def as_vector(vector: torch.Tensor) -> torch.Tensor:
-    """Return a vector that begins at a multiple of 16 bytes."""
-    fits = vector.is_contiguous() and not vector.data_ptr() % ALIGNMENT
-    return vector if fits else vector.clone(memory_format=torch.contiguous_format)
+def as_dense(tensor: torch.Tensor) -> torch.Tensor:
+    """Return the tensor if it is contiguous and begins at a multiple of 16 bytes, else a copy that is and does."""
+    fits = tensor.is_contiguous() and not tensor.data_ptr() % ALIGNMENT
+    return tensor if fits else tensor.clone(memory_format=torch.contiguous_format)
 
 
 def flat(rows: torch.Tensor) -> torch.Tensor:

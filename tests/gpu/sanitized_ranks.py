@@ -140,7 +140,7 @@ def each_thread_arrives(world: World, function: Callable[..., None], *arguments:
         for change in EACH_THREAD_ARRIVES:
             (path,) = changed.rglob(change.file)
             path.write_text(change.made_in(path.read_text()))
-        with mock.patch.object(jit, "_shared", Compiler(changed)), mock.patch("raymoe.rows.launch._devices", {}):
+        with mock.patch.object(jit, "_shared", Compiler(changed)), mock.patch("raymoe.rows.row_launch._devices", {}):
             function(world, *arguments)
 
 

@@ -11,7 +11,7 @@ torch = pytest.importorskip("torch")
 import raymoe  # noqa: E402
 from raymoe.errors import ConfigError  # noqa: E402
 from raymoe.moe import add_rms_norm, layer_norm, rms_norm, swiglu  # noqa: E402
-from raymoe.rows import launch  # noqa: E402
+from raymoe.rows import row_launch  # noqa: E402
 from raymoe.rows.elementwise import add  # noqa: E402
 from raymoe.workload.exchange.gpu_exchange import dequantised  # noqa: E402
 from raymoe.workload.pointwise.operations import OPERATIONS  # noqa: E402
@@ -62,9 +62,9 @@ def results_and_gradients(function: Any, leaves: list[torch.Tensor]) -> list[tor
 def test_kernels_and_formulas_agree(name, dtype, monkeypatch):
     function, shapes = FUNCTIONS[name]
     leaves = [drawn(*shape, dtype=dtype, seed=index).requires_grad_() for index, shape in enumerate(shapes)]
-    assert launch.takes(leaves[0])
+    assert row_launch.takes(leaves[0])
     found = results_and_gradients(function, leaves)
-    monkeypatch.setattr("raymoe.rows.launch.takes", lambda _: False)
+    monkeypatch.setattr("raymoe.rows.row_launch.takes", lambda _: False)
     step = {BF16: 1e-2, torch.float16: 2e-3, torch.float32: 1e-5}[dtype]
     for mine, want in zip(found, results_and_gradients(function, leaves), strict=True):
         assert mine.dtype == want.dtype

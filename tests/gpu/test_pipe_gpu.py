@@ -12,7 +12,7 @@ torch = pytest.importorskip("torch")
 from raymoe.cuda import driver  # noqa: E402
 from raymoe.cuda.gpu import Gpu  # noqa: E402
 from raymoe.errors import ConfigError  # noqa: E402
-from raymoe.rows import launch, tile_counters  # noqa: E402
+from raymoe.rows import row_launch, tile_counters  # noqa: E402
 from raymoe.rows.elementwise_kernels import (  # noqa: E402
     Pointwise,
     Swiglu,
@@ -257,7 +257,7 @@ def test_a_capture_can_make_counters(gpu: Gpu, monkeypatch: pytest.MonkeyPatch) 
     calls[0].launch()
     torch.cuda.synchronize()
     monkeypatch.setattr(tile_counters, "TOGETHER", 2)
-    monkeypatch.setattr(launch.device_of(0), "_counters", tile_counters.TileCounters(gpu))
+    monkeypatch.setattr(row_launch.device_of(0), "_counters", tile_counters.TileCounters(gpu))
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         for call in calls:
@@ -308,7 +308,7 @@ def test_default_streams_have_counters_by_context_and_thread(gpu: Gpu) -> None:
 
 
 def test_a_kernel_has_one_launch_for_all_numbers_of_rows() -> None:
-    device = launch.device_of(0)
+    device = row_launch.device_of(0)
     x, weight = rows_of(3000, 1064), rows_of(1, 1064, seed=5)[0]  # a shape of no other test
     out, dx, d_weight = torch.empty_like(x), torch.empty_like(x), torch.empty_like(weight)
     before = len(device.launches)

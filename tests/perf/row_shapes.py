@@ -31,35 +31,35 @@ from raymoe.workload.pointwise.run_pointwise import RowClock, RowStep
 NORMS = [op for op in OPERATIONS if "norm" in op]
 
 
-def shape_of(asked: str, work: RowWork, limits: Limits) -> PipeShape:
-    """The shape that is asked for.
+def shape_of(wanted: str, work: RowWork, limits: Limits) -> PipeShape:
+    """Read a shape from the command line.
 
     >>> work = RowWork(4096, 7168, 16, registers=8)
-    >>> made = shape_of("counter:2x7x6", work, Limits())
-    >>> made.groups, made.warps, made.stages, made.stage_bytes, made.dynamic
+    >>> shape = shape_of("counter:2x7x6", work, Limits())
+    >>> shape.groups, shape.warps, shape.stages, shape.stage_bytes, shape.dynamic
     (2, 7, 6, 14336, True)
     >>> shape_of("row:7x896", work, Limits()).resident
     896
     """
-    kind, _, numbers = asked.partition(":")
+    kind, _, numbers = wanted.partition(":")
     if kind == "now":
         return row_shape(work, limits)
-    given = [int(number) for number in numbers.split("x")]
+    sizes = [int(number) for number in numbers.split("x")]
     if kind == "row":
-        warps, resident = given
+        warps, resident = sizes
         return PipeShape("ROW", 1, warps, 1, 0, blocks_of_sm=0, resident=resident)
-    groups, warps, stages = given
+    groups, warps, stages = sizes
     tile_rows = max(1, min(TILE_BYTES // work.row_bytes, work.rows))
     dynamic = {"fixed": False, "counter": True}[kind]
     if dynamic and work.gradients:
-        raise ConfigError(f"{asked} for gradients, whose sums need fixed rows")
+        raise ConfigError(f"{wanted} for gradients, whose sums need fixed rows")
     return PipeShape("PIPED", groups, warps, stages, tile_rows * work.row_bytes, tile_rows, dynamic=dynamic)
 
 
 @contextmanager
-def shaped(asked: str) -> Iterator[None]:
-    """Let norms inside this context have the shape that is asked for."""
-    with mock.patch.object(norm_kernels, "row_shape", partial(shape_of, asked)):
+def shaped(wanted: str) -> Iterator[None]:
+    """Let norms inside this context have the wanted shape."""
+    with mock.patch.object(norm_kernels, "row_shape", partial(shape_of, wanted)):
         yield
 
 
@@ -82,11 +82,11 @@ def times_of(world: World, clock: RowClock, task: Task, shapes: Sequence[str], r
         bound = OPERATIONS[task.op].bound(getattr(torch, task.sizes.dtype))
         if error is None or not error <= bound:
             raise RaymoeError(f"{task.op} is wrong in the shape {name}: error {error}, bound {bound}")
-    found: dict[str, list[float]] = {name: [] for name in steps}
+    times: dict[str, list[float]] = {name: [] for name in steps}
     for index in range(rounds):
         for name, step in steps.items():
-            found[name] += step(index, verify=False).us
-    return found
+            times[name] += step(index, verify=False).us
+    return times
 
 
 def main() -> None:
@@ -97,18 +97,18 @@ def main() -> None:
     parser.add_argument("--sms", nargs="+", type=int, default=[None])
     parser.add_argument("--shapes", nargs="+", default=["now"])
     parser.add_argument("--rounds", type=int, default=15)
-    asked = parser.parse_args()
+    options = parser.parse_args()
     with World.open(0, 1, device="cuda") as world:
         world.wire([world.descriptor()])
-        for sms, op, rows in ((sms, op, rows) for sms in asked.sms for op in asked.ops for rows in asked.rows):
-            sizes = RowSizes(rows, asked.hidden, "bfloat16")
+        for sms, op, rows in ((sms, op, rows) for sms in options.sms for op in options.ops for rows in options.rows):
+            sizes = RowSizes(rows, options.hidden, "bfloat16")
             task = Task(op, drawn(op, sizes, 0, world.device), sizes, sms)
             with closing(GpuClock(world, rows, "auto")) as clock:
-                found = times_of(world, clock, task, asked.shapes, asked.rounds)
-            copy = min(median(found[name]) for name in COPIES)
-            print(f"{op}, {rows} rows of {asked.hidden}, {sms or 'all'} SMs", flush=True)
-            for name, times in sorted(found.items(), key=lambda pair: median(pair[1])):
-                print(f"  {median(times):8.2f} us, least {min(times):8.2f}, {copy / median(times):.3f}  {name}")
+                times = times_of(world, clock, task, options.shapes, options.rounds)
+            copy = min(median(times[name]) for name in COPIES)
+            print(f"{op}, {rows} rows of {options.hidden}, {sms or 'all'} SMs", flush=True)
+            for name, us in sorted(times.items(), key=lambda pair: median(pair[1])):
+                print(f"  {median(us):8.2f} us, least {min(us):8.2f}, {copy / median(us):.3f}  {name}")
 
 
 if __name__ == "__main__":

@@ -23,9 +23,9 @@ from raymoe.rows import (  # noqa: F401  (three of them register the operators)
     elementwise,
     elementwise_kernels,
     formulas,
-    launch,
     norm,
     norm_kernels,
+    row_launch,
 )
 from raymoe.rows.pipe_shape import Limits
 from raymoe.workload.pointwise.operations import EPS, EXPRESSION, OPERATIONS, RowSizes, Tensors
@@ -114,7 +114,7 @@ def _as_tuple(found: Tensor | Results) -> Results:
 
 
 def _need_kernels(task: Task) -> None:
-    if not launch.takes(task.given[0]):
+    if not row_launch.takes(task.given[0]):
         raise Unavailable("raymoe's kernels need a GPU of compute capability 9.0 or newer")
 
 

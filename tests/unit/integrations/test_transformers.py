@@ -47,11 +47,11 @@ def run_shared_batch(world: World, store: str, tensor_parallel: bool) -> dict[st
         weights.requires_grad_()
         experts = Scaled(whole.chunk(2)[world.rank].clone())
         with register(tokens=6) as registration:
-            made = registration._implementation(experts, ep_mesh, ep_mesh if tensor_parallel else alone)
-            y = made(x, ids, weights)
+            spread_experts = registration._implementation(experts, ep_mesh, ep_mesh if tensor_parallel else alone)
+            y = spread_experts(x, ids, weights)
             y.square().sum().backward()
         with pytest.raises(ConfigError, match="whose registration is closed"):
-            made(x, ids, weights)
+            spread_experts(x, ids, weights)
         reference, again = Scaled(whole), [each.detach().clone().requires_grad_() for each in (x, weights)]
         wanted = reference(again[0], ids, again[1])
         wanted.square().sum().backward()
@@ -88,15 +88,15 @@ def run_refused_steps(world: World, store: str, fault: str) -> list[str]:
             raise MemoryError("no room for the experts")
 
         with register(tokens=6, timeout_s=20) as registration:
-            made = registration._implementation(experts, ep_mesh, alone)
-            whole = made.experts_forward
+            spread_experts = registration._implementation(experts, ep_mesh, alone)
+            whole = spread_experts.experts_forward
             for step in range(3):
                 spoilt = step == 1 and world.rank == 0
                 tokens = 9 if spoilt and fault == "tokens" else 5
-                made.experts_forward = failing if spoilt and fault == "experts" else whole
+                spread_experts.experts_forward = failing if spoilt and fault == "experts" else whole
                 weights, ids = torch.rand(tokens, EXPERTS).topk(2)
                 try:
-                    y = made(torch.randn(tokens, H, requires_grad=True), ids, weights)
+                    y = spread_experts(torch.randn(tokens, H, requires_grad=True), ids, weights)
                     y.sum().backward()
                     errors.append("" if bool(y.isfinite().all()) else "no number")
                 except Exception as error:  # noqa: BLE001  compared below
@@ -115,12 +115,12 @@ def test_a_step_that_one_rank_refuses_is_refused_by_all_and_the_next_one_works(
 ) -> None:
     first, second = pool.run(2, run_refused_steps, str(tmp_path / "store"), fault)
     if fault == "tokens":
-        told = "num_tokens is 9 on rank 0; x has 6 rows, so 0 to 6 can be sent: make the exchange with more tokens"
-        assert first == second == ["", f"DataRefused: {told}", ""]
+        reason = "num_tokens is 9 on rank 0; x has 6 rows, so 0 to 6 can be sent: make the exchange with more tokens"
+        assert first == second == ["", f"DataRefused: {reason}", ""]
     else:
         assert first == ["", "MemoryError: no room for the experts", ""]
-        told = "an exception, which rank 0 reports, ended the work of its experts"
-        assert second == ["", f"DataRefused: {told}", ""]
+        reason = "an exception, which rank 0 reports, ended the work of its experts"
+        assert second == ["", f"DataRefused: {reason}", ""]
 
 
 @pytest.mark.parametrize(

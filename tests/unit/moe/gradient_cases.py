@@ -84,10 +84,10 @@ def judge_gradients(case: Case, found: list[list[Gradients]], bound: float) -> N
     for step in range(len(case.routing)):
         total = torch.zeros(case.spec.experts, case.spec.hidden, dtype=torch.float64)
         for rank, batch in enumerate(batches(case, step)):
-            mine = found[rank][step]
+            results = found[rank][step]
             y, x, weights, scale = reference(batch, scales_of(case), loss_weights(case, rank, len(batch.x)))
             total += scale
-            for name, have, want in (("y", mine.y, y), ("x", mine.x, x), ("weights", mine.weights, weights)):
+            for name, have, want in (("y", results.y, y), ("x", results.x, x), ("weights", results.weights, weights)):
                 close(f"{name} of rank {rank} in step {step}", have, want, bound)
         scales = torch.cat([found[rank][step].scale for rank in range(case.ranks)])
         assert scales.shape == (local * case.ranks, case.spec.hidden)

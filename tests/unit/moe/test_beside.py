@@ -63,14 +63,14 @@ class Event:
 
 @pytest.fixture
 def streams(monkeypatch: pytest.MonkeyPatch) -> Streams:
-    made = Streams()
-    monkeypatch.setattr(beside, "_cuda", made)
+    streams = Streams()
+    monkeypatch.setattr(beside, "_cuda", streams)
     monkeypatch.setattr(
         torch.Tensor,
         "record_stream",
-        lambda _, stream: made.log.append(f"memory read on {stream.name}"),
+        lambda _, stream: streams.log.append(f"memory read on {stream.name}"),
     )
-    return made
+    return streams
 
 
 def noted(layer: MoELayer, streams: Streams) -> MoELayer:
@@ -113,7 +113,7 @@ def test_the_shared_expert_starts_after_the_dispatch_and_is_joined_before_it_is_
         *("router on main", READY, "side waits for main after 1", *kept, "shared on side", DONE),
         *("experts on main", f"main waits for side after {4 + grad}", "memory read on main"),
     ]
-    assert all(torch.equal(mine, want) for mine, want in zip(found, wanted, strict=True))
+    assert all(torch.equal(result, want) for result, want in zip(found, wanted, strict=True))
 
 
 def test_a_layer_can_run_its_parts_one_after_the_other(streams: Streams) -> None:

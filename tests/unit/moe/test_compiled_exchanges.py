@@ -40,8 +40,8 @@ def world() -> Iterator[World]:
 @pytest.fixture
 def exchange(world: World) -> Iterator[Exchange]:
     torch.compiler.reset()
-    with Exchange(world, SPEC) as made:
-        yield made
+    with Exchange(world, SPEC) as exchange:
+        yield exchange
 
 
 @pytest.fixture
@@ -52,9 +52,9 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> Calls:
     def watch(name: str, tokens_of: Callable[..., int]) -> None:
         real = getattr(CpuBackend, name)
 
-        def watched(*given: object) -> object:
-            seen.append((name, tokens_of(*given[1:])))
-            return real(*given)
+        def watched(*arguments: object) -> object:
+            seen.append((name, tokens_of(*arguments[1:])))
+            return real(*arguments)
 
         monkeypatch.setattr(CpuBackend, name, watched)
 
@@ -68,23 +68,23 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> Calls:
 def inputs(*tokens: int, grad: bool = False) -> list[torch.Tensor]:
     """x, ids and weights for each number of tokens."""
     source = torch.Generator().manual_seed(0)
-    made = []
+    tensors = []
     for n in tokens:
         x = torch.randn(n, H, generator=source).requires_grad_(grad)
         ids, weights = torch.randint(0, E, (n, K), generator=source), torch.rand(n, K, generator=source)
-        made += [x, ids, weights]
-    return made
+        tensors += [x, ids, weights]
+    return tensors
 
 
-def pair(exchange: Exchange, *given: torch.Tensor) -> torch.Tensor:
+def pair(exchange: Exchange, *tensors: torch.Tensor) -> torch.Tensor:
     """Two independent exchanges of rows."""
-    a, b = (dispatch(exchange, x.tanh(), ids, weights) for x, ids, weights in (given[:3], given[3:]))
+    a, b = (dispatch(exchange, x.tanh(), ids, weights) for x, ids, weights in (tensors[:3], tensors[3:]))
     return combine(exchange, a.x * 2, a).sum() + combine(exchange, b.x * 3, b).sum()
 
 
-def one_unused(exchange: Exchange, *given: torch.Tensor) -> torch.Tensor:
+def one_unused(exchange: Exchange, *tensors: torch.Tensor) -> torch.Tensor:
     """Two exchanges of rows. The result of the second one is not used."""
-    a, b = (dispatch(exchange, x.tanh(), ids, weights) for x, ids, weights in (given[:3], given[3:]))
+    a, b = (dispatch(exchange, x.tanh(), ids, weights) for x, ids, weights in (tensors[:3], tensors[3:]))
     y = combine(exchange, a.x * 2, a)
     combine(exchange, b.x * 3, b)
     return y.sum()
@@ -96,12 +96,12 @@ def one_unused(exchange: Exchange, *given: torch.Tensor) -> torch.Tensor:
 def test_inductor_keeps_the_order_of_independent_exchanges(
     exchange: Exchange, calls: Calls, sizes: tuple[int, int], grad: bool
 ) -> None:
-    given = inputs(*sizes, grad=grad)
-    y = torch.compile(pair, fullgraph=True, dynamic=False)(exchange, *given)
+    tensors = inputs(*sizes, grad=grad)
+    y = torch.compile(pair, fullgraph=True, dynamic=False)(exchange, *tensors)
     a, b = sizes
     assert calls == [("dispatch", a), ("dispatch", b), ("combine", a), ("combine", b)]
     calls.clear()
-    torch.testing.assert_close(y, pair(exchange, *given))
+    torch.testing.assert_close(y, pair(exchange, *tensors))
     if grad:
         calls.clear()
         y.backward()
@@ -156,8 +156,8 @@ def test_one_function_serves_any_number_of_exchanges_and_tokens(world: World, dy
         spec = ExchangeSpec(tokens=8, hidden=H, experts=E, topk=K, dtype="float32", depth=0, capacity=capacity)
         with Exchange(world, spec) as exchange:
             for tokens in (5, 3):
-                given = inputs(tokens)
-                torch.testing.assert_close(compiled(exchange, *given), step(exchange, *given))
+                tensors = inputs(tokens)
+                torch.testing.assert_close(compiled(exchange, *tensors), step(exchange, *tensors))
 
 
 def test_tracing_needs_no_exchange() -> None:

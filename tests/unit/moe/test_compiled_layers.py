@@ -91,8 +91,8 @@ def compiled_and_eager(world: World, store: str, way: str) -> tuple[list[Outcome
     torch.compiler.reset()
     torch.manual_seed(0)
     wrap, reentrant, mode = WAYS[way]
-    with World.of(timeout_s=300) as made:  # one rank may compile while the other waits in an exchange
-        stack = Stack(made, reentrant)
+    with World.of(timeout_s=300) as of_group:  # one rank may compile while the other waits in an exchange
+        stack = Stack(of_group, reentrant)
         model = wrap(stack)
         eager = outcomes(model, stack, world.rank)
         found = outcomes(torch.compile(model, mode=mode), stack, world.rank), eager

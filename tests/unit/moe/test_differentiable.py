@@ -136,7 +136,7 @@ def test_gradients_of_narrow_rows_are_near(pool: RankPool, dtype: str) -> None:
 
 
 def run_without_weight_gradients(world: World, case: Case) -> list[Gradients]:
-    """The classic mistake: gradients of rows go home, those of weights do not."""
+    """The classic mistake: gradients of rows are returned, those of weights are not."""
     real = CpuBackend.combine_gradients
 
     def drop(self: CpuBackend, rows, weights, got, out, out_weights):
@@ -218,9 +218,9 @@ def test_operators_pass_opcheck(alone: Exchange, monkeypatch: pytest.MonkeyPatch
     # opcheck runs an operator several times and wants equal results; the number of a dispatch is part of its result.
     real = CpuBackend._dispatch
 
-    def numbered(self, *given):
+    def numbered(self, *arguments):
         self._dispatches = 0
-        return real(self, *given)
+        return real(self, *arguments)
 
     monkeypatch.setattr(CpuBackend, "_dispatch", numbered)
     x, ids, weights = inputs()

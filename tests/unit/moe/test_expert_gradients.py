@@ -32,7 +32,7 @@ def launched(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
         run_call(call, [*tensors_of(kernel), *tensors_of(kernel.places)])
 
     monkeypatch.setattr(ExpertKernel, "launch", emulate)
-    monkeypatch.setattr("raymoe.rows.launch.takes", lambda x: x.dtype == BF16)
+    monkeypatch.setattr("raymoe.rows.row_launch.takes", lambda x: x.dtype == BF16)
     monkeypatch.setattr(experts_of_a_layer, "_in_kernels", lambda _: True)
     yield names
 
@@ -116,8 +116,8 @@ def test_all_gradients_of_bfloat16_experts_are_near_float64_and_repeat(
         each[OFFSETS[-1] :] = torch.nan
         each[:24][~there[:24]] = 0
     share[~there] = 0
-    given = share.requires_grad_() if weighted else None
-    found, again = (gradients(experts, x.clone().requires_grad_(), given, dy) for _ in range(2))
+    factor = share.requires_grad_() if weighted else None
+    found, again = (gradients(experts, x.clone().requires_grad_(), factor, dy) for _ in range(2))
     assert all(
         torch.equal(one[there] if len(one) == ROWS else one, two[there] if len(two) == ROWS else two)
         for one, two in zip(found, again, strict=True)
@@ -209,9 +209,9 @@ def test_weighted_gradients_stop_at_the_last_offset(path: str, dotted: bool) -> 
     dy, rows, weights = drawn(ROWS, 32, seed=1), drawn(ROWS, 32, seed=2), weights_of_rows(3)
     for each in (dy, rows, weights):
         each[end:] = torch.nan
-    given = dy.clone()
-    d_weights = weigh_gradients(given, weights, OFFSETS, rows if dotted else None)
-    close(given[:end], dy[:end].double() * weights[:end, None].double())
-    assert given[end:].isnan().all() and len(d_weights) == (ROWS if dotted else 0)
+    scaled = dy.clone()
+    d_weights = weigh_gradients(scaled, weights, OFFSETS, rows if dotted else None)
+    close(scaled[:end], dy[:end].double() * weights[:end, None].double())
+    assert scaled[end:].isnan().all() and len(d_weights) == (ROWS if dotted else 0)
     if dotted:
         close(d_weights[:end], (dy[:end].double() * rows[:end].double()).sum(dim=1), 64.0)

@@ -197,19 +197,19 @@ def run_weighed(
     rows: Rows, parts: str, dtype: torch.dtype = BF16, columns: int = 72, changes: Sequence[Change] = ()
 ) -> None:
     dy, other, weights = rows.drawn(columns, 1, dtype), rows.drawn(columns, 2, dtype), rows.weights(3)
-    given = dy.clone()
+    gradients = dy.clone()
     dotted, scaled = "dotted" in parts, "scaled" in parts
     d_weights = rows.empty(dtype=torch.float32) if dotted else None
     call = WeighGradients(
-        given, other if dotted else None, weights if scaled else None, d_weights, Places(rows.offsets)
+        gradients, other if dotted else None, weights if scaled else None, d_weights, Places(rows.offsets)
     )
     run(call, changes=changes)
     if d_weights is not None:
         close(d_weights[rows.there], (dy.double() * other.double()).sum(dim=1)[rows.there], 4.0 * columns)
         assert bool((d_weights[rows.end :] == UNTOUCHED).all())
     wanted = dy.double() * weights[:, None].double() if scaled else dy.double()
-    close(given[rows.there], wanted[rows.there])
-    assert torch.equal(given[rows.end :].view(torch.uint8), dy[rows.end :].view(torch.uint8))
+    close(gradients[rows.there], wanted[rows.there])
+    assert torch.equal(gradients[rows.end :].view(torch.uint8), dy[rows.end :].view(torch.uint8))
 
 
 @pytest.mark.parametrize("parts", ["dotted", "scaled", "dotted scaled"])

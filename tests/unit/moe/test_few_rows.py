@@ -25,8 +25,10 @@ def drawn(*shape: int, seed: int) -> torch.Tensor:
     return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)).to(BF16)
 
 
-def asked(counts: Sequence[int], columns: int = 64, outputs: int = 32, gated: bool = False, gap: int = 2) -> FewRows:
-    """Experts with so many rows, and gaps of NaN after them."""
+def drawn_call(
+    counts: Sequence[int], columns: int = 64, outputs: int = 32, gated: bool = False, gap: int = 2
+) -> FewRows:
+    """Experts with `counts` rows, and gaps of NaN after them."""
     starts = torch.tensor([0, *(each + gap for each in counts)]).cumsum(0).int()
     rows = int(starts[-1]) + 3
     x = torch.full((rows, columns), torch.nan, dtype=BF16)
@@ -40,12 +42,12 @@ def asked(counts: Sequence[int], columns: int = 64, outputs: int = 32, gated: bo
 def expected(call: FewRows) -> torch.Tensor:
     y = torch.full(call.y.shape, UNTOUCHED, dtype=torch.float64)
     for expert, count in enumerate(call.expert_counts.tolist()):
-        mine = slice(int(call.expert_offsets[expert]), int(call.expert_offsets[expert]) + count)
-        made = call.x[mine].double() @ call.weight[expert].double().T
+        part = slice(int(call.expert_offsets[expert]), int(call.expert_offsets[expert]) + count)
+        products = call.x[part].double() @ call.weight[expert].double().T
         if call.gated:
-            gate, up = made.chunk(2, dim=1)
-            made = gate * gate.sigmoid() * up
-        y[mine] = made
+            gate, up = products.chunk(2, dim=1)
+            products = gate * gate.sigmoid() * up
+        y[part] = products
     return y
 
 
@@ -59,19 +61,19 @@ def judge(call: FewRows, sms: int = 2, changes: Sequence[Change] = ()) -> None:
 @pytest.mark.parametrize("counts", [[3, 0, 8, 1], [9, 16], [0, 20, 0], [41], [0, 0], [1] * 40])
 def test_each_expert_multiplies_its_own_rows(counts: list[int], gated: bool) -> None:
     """Rows of gaps are neither read, where they would spread NaN, nor written."""
-    judge(asked(counts, gated=gated))
+    judge(drawn_call(counts, gated=gated))
 
 
 @NEEDS_COMPILER
 @pytest.mark.parametrize("columns", [32, 96, 192, 224, 416])
 def test_any_number_of_steps_goes_through_the_stages(columns: int) -> None:
-    judge(asked([2, 11], columns=columns, outputs=16))
+    judge(drawn_call([2, 11], columns=columns, outputs=16))
 
 
 @NEEDS_COMPILER
 @pytest.mark.parametrize("sms", [1, 3])
 def test_blocks_share_the_tiles_on_any_number_of_sms(sms: int) -> None:
-    judge(asked([5, 2, 1], outputs=304), sms=sms)
+    judge(drawn_call([5, 2, 1], outputs=304), sms=sms)
 
 
 INJECTED_BUGS = {
@@ -92,7 +94,7 @@ INJECTED_BUGS = {
 @NEEDS_COMPILER
 @pytest.mark.parametrize("name", INJECTED_BUGS)
 def test_injected_bugs_are_found(name: str) -> None:
-    call = asked([41, 0, 3], columns=288)
+    call = drawn_call([41, 0, 3], columns=288)
     with pytest.raises((AssertionError, EmulatorError)):
         judge(call, changes=[Change("few_rows.cu", *INJECTED_BUGS[name])])
 
@@ -100,16 +102,16 @@ def test_injected_bugs_are_found(name: str) -> None:
 def test_sizes_that_no_tile_divides_are_refused() -> None:
     for columns, outputs in ((48, 32), (64, 24)):
         with pytest.raises(ConfigError, match="few rows; the kernel takes multiples of 16 outputs and 32 columns"):
-            asked([1], columns=columns, outputs=outputs).kernel_call()
+            drawn_call([1], columns=columns, outputs=outputs).kernel_call()
 
 
 def test_rows_and_weights_begin_at_multiples_of_16_bytes(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("raymoe.rows.launch.takes", lambda _: True)
+    monkeypatch.setattr("raymoe.rows.row_launch.takes", lambda _: True)
     x, flat = drawn(4, 64, seed=0), drawn(2 * 64 * 64 + 1, seed=1)
     down = drawn(2, 64, 32, seed=2)
     assert few_rows.multiplies_few_rows(x, flat[:-1].view(2, 64, 64), down)
     assert not few_rows.multiplies_few_rows(x, flat[1:].view(2, 64, 64), down)
-    call = asked([1, 1], columns=64, outputs=64)
+    call = drawn_call([1, 1], columns=64, outputs=64)
     with pytest.raises(ConfigError, match="few rows: weight does not begin at a multiple of 16 bytes"):
         replace(call, weight=flat[1:].view(2, 64, 64)).kernel_call()
 
@@ -127,7 +129,7 @@ def launched(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
         run_call(call.kernel_call(), tensors_of(call))
 
     monkeypatch.setattr(FewRows, "launch", launch)
-    monkeypatch.setattr("raymoe.rows.launch.takes", lambda _: True)
+    monkeypatch.setattr("raymoe.rows.row_launch.takes", lambda _: True)
     monkeypatch.setattr(expert_rows, "_in_kernels", lambda _: False)
     return found
 

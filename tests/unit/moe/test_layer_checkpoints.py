@@ -40,13 +40,13 @@ def made_by(how: str) -> Iterator[World]:
     """A world of the default process group's ranks."""
     domain = int(how.removeprefix("domain=")) if how.startswith("domain=") else None
     with World.of(domain=domain) as world:
-        made = world.group(range(world.size)) if how == "group" else world
-        assert made is not None
-        yield made
+        part = world.group(range(world.size)) if how == "group" else world
+        assert part is not None
+        yield part
 
 
 def restored(rank: int, folder: str, how: str, save: bool) -> list[bool]:
-    """Save a layer's weights, or load them into zeros; tell whether this rank's are those of seed 1."""
+    """Save a layer's weights, or load them into zeros; return whether this rank's are those of seed 1."""
     del rank
     with made_by(how) as world:
         layer, wanted = (MoELayer(world, SPEC, FORM, seed=1) for _ in range(2))
@@ -77,9 +77,9 @@ def of_domains(rank: int) -> tuple[bool, bool, float]:
     """A world of several domains keeps its process group weakly; the norm of docs/layer.md works on its experts."""
     with World.of(domain=1) as world:
         layer = MoELayer(world, SPEC, FORM, seed=1)
-        kept, inside = world.process_group is dist.group.WORLD, world.domain.process_group is None
+        whole, inside = world.process_group is dist.group.WORLD, world.domain.process_group is None
         norm: Any = torch.nn.utils.get_total_norm([torch.full_like(each, rank) for each in layer.experts.parameters()])
-        return kept, inside, float(norm.full_tensor()) ** 2
+        return whole, inside, float(norm.full_tensor()) ** 2
 
 
 def test_experts_of_several_domains_are_shards_of_one_mesh(groups: Groups) -> None:
@@ -111,11 +111,11 @@ def refusals(world: World, store: str, folder: str) -> list[Any]:
         layer.experts.saved_by_rank = True
         path = f"{folder}/{world.rank}.pt"
         torch.save(model.state_dict(), path)
-        kept = experts_of(layer)
+        before = experts_of(layer)
         for each in layer.parameters():
             nn.init.zeros_(each)
         model.load_state_dict(torch.load(path))
-        same = [torch.equal(have, want) for have, want in zip(experts_of(layer), kept, strict=True)]
+        same = [torch.equal(have, want) for have, want in zip(experts_of(layer), before, strict=True)]
         return [alone, messages, same]
     finally:
         dist.destroy_process_group()
@@ -140,10 +140,10 @@ def in_parts(rank: int) -> list[str]:
         found.append(str(caught.value))
     with World.of() as world:
         parts = [world.group(ranks) for ranks in ((0, 1), (2, 3))]
-        mine = parts[rank // 2]
-        assert mine is not None
+        part = parts[rank // 2]
+        assert part is not None
         with pytest.raises(ConfigError) as caught:
-            MoELayer(mine, SPEC, FORM).state_dict()
+            MoELayer(part, SPEC, FORM).state_dict()
         found.append(str(caught.value))
         single = world.group([0])
         if single is not None:

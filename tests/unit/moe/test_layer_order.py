@@ -48,8 +48,8 @@ def other_order_of_losses(world: World, backend: str) -> tuple[str, bool]:
         return [layer(each).square().sum() for each in (x, x + 1)]
 
     wanted = [torch.autograd.grad(loss, parameters, retain_graph=True) for loss in losses()]
-    made = losses()
-    message = refusal(lambda: torch.autograd.grad(made[world.rank], parameters))
+    by_rank = losses()
+    message = refusal(lambda: torch.autograd.grad(by_rank[world.rank], parameters))
     found = [torch.autograd.grad(loss, parameters) for loss in losses()]
     pairs = [(g, h) for a, b in zip(found, wanted, strict=True) for g, h in zip(a, b, strict=True)]
     return message, all(torch.equal(g, h) for g, h in pairs)

@@ -11,7 +11,7 @@ from raymoe.moe.logits import halves, logits_of
 OPS = torch.ops.raymoe
 
 
-def given(tokens: int, kind: torch.dtype, weight_kind: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
+def drawn_inputs(tokens: int, kind: torch.dtype, weight_kind: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
     source = torch.Generator().manual_seed(tokens)
     x, weight = (torch.randn(rows, 96, generator=source) for rows in (tokens, 24))
     return x.to(kind).requires_grad_(), weight.to(weight_kind).requires_grad_()
@@ -33,7 +33,7 @@ def tensor_cores(monkeypatch: pytest.MonkeyPatch) -> list[tuple[torch.dtype, tor
 
 @pytest.mark.parametrize("weight_kind", [torch.bfloat16, torch.float32])
 def test_tensor_cores_multiply_bfloat16_alone_and_keep_16_bits(tensor_cores: list, weight_kind: torch.dtype) -> None:
-    x, weight = given(40, torch.bfloat16, weight_kind)
+    x, weight = drawn_inputs(40, torch.bfloat16, weight_kind)
     found = OPS.router_logits(x, weight)
     exact = x.double() @ weight.double().T
     assert found.dtype == torch.float32
@@ -49,7 +49,7 @@ def test_tensor_cores_multiply_bfloat16_alone_and_keep_16_bits(tensor_cores: lis
 
 @pytest.mark.parametrize("kind", [torch.float32, torch.float16, torch.bfloat16])
 def test_logits_of_a_cpu_are_float32_with_gradients_for_the_bias(kind: torch.dtype) -> None:
-    x, weight = given(5, kind, kind)
+    x, weight = drawn_inputs(5, kind, kind)
     bias = torch.randn(24).to(kind).requires_grad_()
     found = logits_of(x, weight, bias)
     torch.testing.assert_close(found, x.float() @ weight.float().T + bias.float())
@@ -65,6 +65,6 @@ def test_numbers_that_are_not_finite_become_nan() -> None:
 
 @pytest.mark.parametrize("weight_kind", [torch.bfloat16, torch.float32])
 def test_the_operators_pass_opcheck(weight_kind: torch.dtype) -> None:
-    x, weight = given(6, torch.bfloat16, weight_kind)
+    x, weight = drawn_inputs(6, torch.bfloat16, weight_kind)
     torch.library.opcheck(OPS.router_logits, (x, weight))
     torch.library.opcheck(OPS.router_logits_backward, (torch.randn(6, 24), x.detach(), weight.detach()))

@@ -106,7 +106,7 @@ def test_the_load_counts_entries_and_the_loss_falls_as_it_evens_out() -> None:
 # Experts.
 
 
-def made(count: int, shape: ExpertShape, seed: int) -> Experts:
+def new_experts(count: int, shape: ExpertShape, seed: int) -> Experts:
     drawn = [expert_weights(shape, seed, expert) for expert in range(count)]
     return Experts(ModelWeights(torch.stack([each.gate_up for each in drawn]), torch.stack([d.down for d in drawn])))
 
@@ -118,19 +118,19 @@ OFFSETS, COUNTS = torch.tensor([0, 16, 32, 48], dtype=torch.int32), torch.tensor
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
 def test_experts_are_swiglu_over_their_own_rows(dtype: torch.dtype, weighted: bool) -> None:
     shape = ExpertShape(32, 16, dtype)
-    experts = made(3, shape, seed=2)
+    experts = new_experts(3, shape, seed=2)
     x = torch.randn(64, 32).to(dtype)
     x[40:] = torch.nan  # rows that belong to no expert are never read
     weights = torch.rand(64) if weighted else None
     rows = experts(x, OFFSETS, COUNTS, weights)
     assert rows.shape == x.shape and rows.dtype == dtype
     for expert, start, count in ((0, 0, 16), (2, 32, 8)):
-        mine = slice(start, start + count)
-        own, drawn = x[mine].double(), expert_weights(shape, 2, expert)
+        part = slice(start, start + count)
+        own, drawn = x[part].double(), expert_weights(shape, 2, expert)
         gate, up = own @ drawn.gate_up[:16].double().T, own @ drawn.gate_up[16:].double().T
         wanted = (torch.nn.functional.silu(gate) * up) @ drawn.down.double().T
-        wanted = wanted * (1.0 if weights is None else weights[mine, None])
-        torch.testing.assert_close(rows[mine].double(), wanted, rtol=0.02, atol=0.02)
+        wanted = wanted * (1.0 if weights is None else weights[part, None])
+        torch.testing.assert_close(rows[part].double(), wanted, rtol=0.02, atol=0.02)
 
 
 @pytest.mark.parametrize("activation", [SWIGLU, Activation(True, 1.702, 1.0, 1.0)], ids=["swiglu", "gpt_oss"])
@@ -275,7 +275,7 @@ def test_the_number_of_ranks_changes_nothing(pool: RankPool) -> None:
 
 
 def checkpointed(world: World, folder: str, store: str, save: bool) -> list[bool]:
-    """Save a layer's weights, or load them into a layer of other weights; tell whether they are those of seed 1."""
+    """Save a layer's weights, or load them into a layer of other weights; return whether they are those of seed 1."""
     import torch.distributed.checkpoint as dcp
     from torch.distributed.tensor import DTensor
 
@@ -290,12 +290,12 @@ def checkpointed(world: World, folder: str, store: str, save: bool) -> list[bool
             layer.load_state_dict(state)
             local = SPEC.local_experts(own.size)
             shape = ExpertShape(16, 8, torch.float32)
-            mine = layer.experts.down_proj.to_local()
+            local_down = layer.experts.down_proj.to_local()
             x = torch.ones(3, 16, requires_grad=True)
             layer(x).sum().backward()
             assert isinstance(layer.experts.down_proj.grad, DTensor)
             drawn = [expert_weights(shape, 1, own.rank * local + expert).down for expert in range(local)]
-            return [torch.equal(have, want) for have, want in zip(mine, drawn, strict=True)]
+            return [torch.equal(have, want) for have, want in zip(local_down, drawn, strict=True)]
     finally:
         dist.destroy_process_group()
 
@@ -330,11 +330,11 @@ def test_a_recomputed_layer_and_a_copy_have_the_same_gradients(alone: World) -> 
 @pytest.mark.parametrize("copies", [pickle.dumps, copy.copy, copy.deepcopy], ids=lambda copies: copies.__qualname__)
 def test_a_world_and_an_exchange_are_of_one_process(alone: World, copies: Callable[[object], object]) -> None:
     layer = MoELayer(alone, SPEC, FORM, seed=1)
-    for kind, made in {"World": alone, "Exchange": layer.exchange}.items():
+    for kind, shared in {"World": alone, "Exchange": layer.exchange}.items():
         with pytest.raises(
             TypeError, match=rf"^a raymoe {kind} cannot be pickled or copied: it belongs to the process"
         ):
-            copies(made)
+            copies(shared)
     if copies is pickle.dumps:
         with pytest.raises(
             TypeError, match=r"^a raymoe World cannot be pickled .*, and of layers save and load state_dict"
@@ -412,8 +412,8 @@ def under_ddp(world: World, store: str, sharded: bool) -> dict[str, bool]:
                 run(torch.linspace(-1, 1, 80).view(5, 16) * (world.rank + 1)).square().sum().backward()
             others = layer.gate.weight.grad, alone.gate.weight.grad
             dist.all_reduce(others[1])
-            for mine, its in zip(experts.values(), alone.experts.parameters(), strict=True):
-                pairs = (local(mine), local(its)), (local(mine.grad), local(its.grad))
+            for parameter, original in zip(experts.values(), alone.experts.parameters(), strict=True):
+                pairs = (local(parameter), local(original)), (local(parameter.grad), local(original.grad))
                 found.append(all(torch.equal(*pair) for pair in pairs))
             return {"experts": all(found), "router": torch.allclose(others[0], others[1] / 2, atol=1e-6)}
     finally:
@@ -439,8 +439,8 @@ def test_a_layer_under_autocast_chooses_by_float32_logits(alone: World) -> None:
     wanted = outputs()
     with torch.autocast("cpu", dtype=torch.bfloat16):
         found = outputs()
-    for mine, its in zip(found, wanted, strict=True):
-        assert mine.dtype == its.dtype and torch.equal(mine, its)
+    for result, reference in zip(found, wanted, strict=True):
+        assert result.dtype == reference.dtype and torch.equal(result, reference)
 
 
 @pytest.mark.parametrize("default", ["device", "dtype"])
@@ -468,10 +468,10 @@ def test_a_router_takes_tokens_in_any_shape(alone: World) -> None:
 WRONG_FORMS = [({"ffn": 0}, "ffn is 0"), ({"ffn": 8.0}, "ffn is 8.0"), ({"ffn": 8, "shared": -3}, "shared is -3")]
 
 
-@pytest.mark.parametrize(("given", "said"), WRONG_FORMS)
-def test_sizes_that_are_no_sizes_are_refused(given: dict[str, Any], said: str) -> None:
+@pytest.mark.parametrize(("sizes", "said"), WRONG_FORMS)
+def test_sizes_that_are_no_sizes_are_refused(sizes: dict[str, Any], said: str) -> None:
     with pytest.raises(ConfigError, match=f"{said}; a whole number of at least"):
-        LayerForm(**given)
+        LayerForm(**sizes)
 
 
 @pytest.mark.parametrize("x", [torch.ones(3, 8), torch.ones(())], ids=["other hidden", "no dimension"])

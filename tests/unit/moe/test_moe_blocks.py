@@ -107,17 +107,17 @@ def run_layers(family: str, ranks: int, dtype: torch.dtype = torch.float32) -> l
 def test_a_layer_from_a_block_computes_what_the_block_does(family: str, ranks: int) -> None:
     found = run_layers(family, ranks)
     experts: dict[str, torch.Tensor] = {}
-    for rank, mine in enumerate(found):
+    for rank, results in enumerate(found):
         wanted = run(block_of(family), *batch_of(rank, TOKENS[ranks][rank]))
-        assert set(mine) == set(wanted)
+        assert set(results) == set(wanted)
         for name, value in wanted.items():
             if name.startswith("experts."):
                 experts[name] = experts.get(name, torch.zeros_like(value)) + value
             else:
-                close(f"{name} of rank {rank}", mine[name], value.double(), 1e-5)
+                close(f"{name} of rank {rank}", results[name], value.double(), 1e-5)
     assert experts
     for name, value in experts.items():  # each rank has its own experts' gradients, of the tokens of all ranks
-        close(name, torch.cat([mine[name] for mine in found]), value.double(), 1e-5)
+        close(name, torch.cat([results[name] for results in found]), value.double(), 1e-5)
 
 
 def routed(block: Any, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -140,9 +140,9 @@ def test_experts_in_bfloat16_are_near_those_of_the_block(family: str) -> None:
             lambda x, weights: layer.routed(x, ids, weights.float()),
             lambda x, weights: block.experts(x, ids, weights),
         ):
-            given = [each.detach().clone().requires_grad_() for each in (x, weights.to(x.dtype))]
-            y = run_experts(*given)
-            results.append((y.detach(), *torch.autograd.grad((y * dy).float().sum(), given)))
+            inputs = [each.detach().clone().requires_grad_() for each in (x, weights.to(x.dtype))]
+            y = run_experts(*inputs)
+            results.append((y.detach(), *torch.autograd.grad((y * dy).float().sum(), inputs)))
         for name, have, wanted in zip(("y", "x", "weights"), *results, strict=True):
             close(f"{name} of rank {world.rank}", have, wanted.double(), 2e-2)
 

@@ -51,7 +51,7 @@ def launched(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
         monkeypatch.setattr(one, "launch", emulate)
     for two in (RmsNormBackward, LayerNormBackward):
         monkeypatch.setattr(two, "launch", emulate_both)
-    monkeypatch.setattr("raymoe.rows.launch.takes", lambda _: True)
+    monkeypatch.setattr("raymoe.rows.row_launch.takes", lambda _: True)
     for name, few in (
         ("CONSUMER_WARPS", 4),
         ("WIDE_WARPS", 4),
@@ -70,7 +70,7 @@ def drawn(*shape: int, dtype: torch.dtype = BF16, seed: int = 0) -> torch.Tensor
 
 def by_formula(monkeypatch: pytest.MonkeyPatch, compute: Callable[[], Any]) -> Any:
     with monkeypatch.context() as patched:
-        patched.setattr("raymoe.rows.launch.takes", lambda _: False)
+        patched.setattr("raymoe.rows.row_launch.takes", lambda _: False)
         return compute()
 
 
@@ -113,8 +113,8 @@ def test_kernels_and_formulas_agree(name, launched, monkeypatch):
     found, want = CALLS[name](), by_formula(monkeypatch, CALLS[name])
     assert launched == [name.split()[0].removeprefix("add_")]
     pairs = zip(found, want, strict=True) if isinstance(found, tuple) else [(found, want)]
-    for mine, his in pairs:
-        near(mine, his)
+    for result, expected in pairs:
+        near(result, expected)
 
 
 QUANTISED = {
@@ -192,11 +192,11 @@ def test_gradients_agree(name, launched, monkeypatch, dtype=torch.float32):
 
     found = compute()
     assert launched == kernels_used
-    for mine, want in zip(found, by_formula(monkeypatch, compute), strict=True):
+    for result, want in zip(found, by_formula(monkeypatch, compute), strict=True):
         # A kernel rounds the elements of a vector's gradient before they are summed.
-        summed = 1 if mine.shape == leaves[0].shape else 8
+        summed = 1 if result.shape == leaves[0].shape else 8
         step = 0.01 if dtype == BF16 else 1e-5
-        torch.testing.assert_close(mine.float(), want.float(), rtol=2 * step, atol=summed * step)
+        torch.testing.assert_close(result.float(), want.float(), rtol=2 * step, atol=summed * step)
 
 
 def test_experts_weigh_their_rows_in_the_kernels_of_swiglu(launched, monkeypatch):
@@ -218,8 +218,8 @@ def test_experts_weigh_their_rows_in_the_kernels_of_swiglu(launched, monkeypatch
     assert launched == ["swiglu", "swiglu_backward"]
     monkeypatch.setattr(experts_of_a_layer, "_in_kernels", lambda _: False)
     want = compute()  # by torch's functions, one after the other
-    for mine, his in zip(found, want, strict=True):
-        torch.testing.assert_close(mine, his, rtol=1e-5, atol=1e-4)
+    for result, expected in zip(found, want, strict=True):
+        torch.testing.assert_close(result, expected, rtol=1e-5, atol=1e-4)
     assert float(want[2][:9].abs().min()) > 0, "a weight without a gradient"
 
 

@@ -63,8 +63,8 @@ def test_the_kernel_makes_the_choice_of_the_reference(name: str) -> None:
 def test_the_kernel_takes_logits_of_any_dtype_from_any_address(name: str, dtype: torch.dtype) -> None:
     form = FORMS[name]
     logits = tied(name, 10, 4, dtype)
-    for given in (logits, logits[3:], logits.T.contiguous().T, logits.repeat(1, 2)[:, : form.experts]):
-        judge(by_kernel(given, form), expected(given, form))
+    for view in (logits, logits[3:], logits.T.contiguous().T, logits.repeat(1, 2)[:, : form.experts]):
+        judge(by_kernel(view, form), expected(view, form))
 
 
 @NEEDS_COMPILER
@@ -333,10 +333,10 @@ def by_operator(logits: Tensor, form: RouterForm, bias: Tensor | None) -> tuple[
 def test_the_gradient_of_the_operator_is_that_of_the_formula(name: str, dtype: torch.dtype) -> None:
     form, bias = FORMS[name], bias_for(name)
     logits, dweights = tied(name, 6, 2, dtype), torch.randn(6, form.topk, generator=torch.Generator().manual_seed(1))
-    mine, exact = logits.clone().requires_grad_(), logits.double().requires_grad_()
-    ids, weights = by_operator(mine, form, bias)
+    leaf, exact = logits.clone().requires_grad_(), logits.double().requires_grad_()
+    ids, weights = by_operator(leaf, form, bias)
     assert not ids.requires_grad
-    (found,) = torch.autograd.grad(weights, mine, dweights)
+    (found,) = torch.autograd.grad(weights, leaf, dweights)
     (want,) = torch.autograd.grad(formulas.route(exact, form, bias)[1], exact, dweights.double())
     step = {torch.float32: 1e-5, torch.bfloat16: 2**-8, torch.float16: 2**-10}[dtype]
     assert found.dtype == dtype
@@ -359,15 +359,15 @@ def test_gradients_reach_the_router_through_the_kernel(name: str, monkeypatch: p
     gradients = []
     for emulated in (False, True):
         if emulated:
-            monkeypatch.setattr("raymoe.rows.launch.takes", lambda _: True)
+            monkeypatch.setattr("raymoe.rows.row_launch.takes", lambda _: True)
             monkeypatch.setattr(Route, "launch", emulate)
             monkeypatch.setattr("raymoe.moe.router.route", by_operator)
-        made, rows = Router(form, weight.clone(), correction=bias_for(name)), x.clone().requires_grad_()
-        routed = made(rows)
+        router, rows = Router(form, weight.clone(), correction=bias_for(name)), x.clone().requires_grad_()
+        routed = router(rows)
         (routed.topk_weights * torch.arange(1.0, form.topk + 1)).sum().backward()
-        gradients.append([routed.topk_idx, rows.grad, made.weight.grad])
-    for mine, want in zip(*gradients, strict=True):
-        torch.testing.assert_close(mine, want, rtol=1e-4, atol=1e-6)
+        gradients.append([routed.topk_idx, rows.grad, router.weight.grad])
+    for result, want in zip(*gradients, strict=True):
+        torch.testing.assert_close(result, want, rtol=1e-4, atol=1e-6)
 
 
 def test_the_operator_is_traced_whole() -> None:
@@ -387,12 +387,12 @@ def test_the_operator_is_traced_whole() -> None:
 def test_the_gradient_of_the_sums_is_that_of_the_formula(score: str) -> None:
     form, source = RouterForm(12, 2, score), torch.Generator().manual_seed(2)
     logits, dsums = torch.randn(7, 12, generator=source), torch.randn(12, generator=source)
-    mine, exact = logits.clone().requires_grad_(), logits.double().requires_grad_()
+    leaf, exact = logits.clone().requires_grad_(), logits.double().requires_grad_()
     ids = torch.randint(-1, 12, (7, 2))
-    sums, load = torch.ops.raymoe.router_sums(mine, ids, score == "sigmoid")
-    (found,) = torch.autograd.grad(sums, mine, dsums)
+    sums, load = torch.ops.raymoe.router_sums(leaf, ids, score == "sigmoid")
+    (found,) = torch.autograd.grad(sums, leaf, dsums)
     (want,) = torch.autograd.grad(formulas.shares(exact, score == "sigmoid").sum(dim=0), exact, dsums.double())
     torch.testing.assert_close(found.double(), want, rtol=1e-5, atol=1e-7)
     by_operator = form.experts * (load / 7 * sums / 7).sum()
     torch.testing.assert_close(by_operator, balance_loss(logits, ids, form))
-    torch.library.opcheck(torch.ops.raymoe.router_sums, (mine, ids, score == "sigmoid"))
+    torch.library.opcheck(torch.ops.raymoe.router_sums, (leaf, ids, score == "sigmoid"))

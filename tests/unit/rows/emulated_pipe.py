@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from raymoe.cuda.launch import Shape
-from raymoe.rows.launch import KernelCall
+from raymoe.rows.row_launch import KernelCall
 from tests.emulator.build import Change
 from tests.emulator.machine import Emulator
 
@@ -40,12 +40,12 @@ def run_call(
     assert not counter.any(), "the counter of tiles is not 0 for the next launch"
 
 
-def tensors_of(asked: Any) -> list[torch.Tensor]:
+def tensors_of(kernel: Any) -> list[torch.Tensor]:
     """The tensors among the fields of a call."""
-    assert is_dataclass(asked)
+    assert is_dataclass(kernel)
     found: list[torch.Tensor] = []
-    for each in fields(asked):
-        value = getattr(asked, each.name)
+    for each in fields(kernel):
+        value = getattr(kernel, each.name)
         found += [one for one in (value if isinstance(value, list | tuple) else [value]) if torch.is_tensor(one)]
     return found
 
@@ -71,15 +71,15 @@ class Strided:
 
 
 def filled(rows: int, hidden: int, dtype: torch.dtype, gap: int = 0, seed: int = 0) -> Strided:
-    made = Strided.empty(rows, hidden, dtype, gap)
-    made.matrix.copy_(torch.randn(rows, hidden, generator=torch.Generator().manual_seed(seed)) * 3 + 0.5)
-    return made
+    strided = Strided.empty(rows, hidden, dtype, gap)
+    strided.matrix.copy_(torch.randn(rows, hidden, generator=torch.Generator().manual_seed(seed)) * 3 + 0.5)
+    return strided
 
 
 def scales_for(rows: int, hidden: int, layout: str) -> torch.Tensor:
     blocks = -(-hidden // 128)
-    made = torch.full((blocks, rows) if layout == "column" else (rows, blocks), -1.0)
-    return made.T if layout == "column" else made
+    scales = torch.full((blocks, rows) if layout == "column" else (rows, blocks), -1.0)
+    return scales.T if layout == "column" else scales
 
 
 def judge_fp8(values: torch.Tensor, scales: torch.Tensor, want: torch.Tensor) -> None:

@@ -16,8 +16,8 @@ import torch
 from raymoe.cuda import graph
 from raymoe.cuda import launch as launch_module
 from raymoe.cuda.jit import KernelSource
-from raymoe.rows import launch, tile_counters
-from raymoe.rows.launch import RowsDevice
+from raymoe.rows import row_launch, tile_counters
+from raymoe.rows.row_launch import RowsDevice
 
 ORDINAL_OF_CPU = -1
 """`get_device()` of tensors on the CPU."""
@@ -90,8 +90,8 @@ class RowsDriver:
         monkeypatch.setattr(launch_module, "bindings", lambda: found)
         monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda _: self.stream, raising=False)
         self.capturing = False
-        monkeypatch.setattr(launch, "capturing", lambda _: self.capturing)
-        monkeypatch.setattr("raymoe.rows.launch.takes", lambda _: True)
+        monkeypatch.setattr(row_launch, "capturing", lambda _: self.capturing)
+        monkeypatch.setattr("raymoe.rows.row_launch.takes", lambda _: True)
         self.gpu: Any = SimpleNamespace(
             sms=132,
             ordinal=0,
@@ -102,7 +102,7 @@ class RowsDriver:
             green_context=lambda: self.green,
         )
         self.device = RowsDevice(self.gpu, SimpleNamespace(function=self._load))  # type: ignore[arg-type]
-        monkeypatch.setattr(launch, "_devices", {ORDINAL_OF_CPU: self.device})
+        monkeypatch.setattr(row_launch, "_devices", {ORDINAL_OF_CPU: self.device})
 
     def stream_id(self, stream: int) -> int:
         if stream == 2:  # of each thread

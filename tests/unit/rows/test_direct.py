@@ -82,41 +82,41 @@ def arguments(shapes: list[tuple[int, ...]], *, gradients: bool = True) -> list[
     return [drawn(*shape, seed=index).requires_grad_(gradients) for index, shape in enumerate(shapes)]
 
 
-def results(function: Callable[..., Any], given: list[torch.Tensor]) -> list[torch.Tensor]:
-    y = function(*given)
-    return [y, *torch.autograd.grad(y, given, drawn(*y.shape, seed=9))]
+def results(function: Callable[..., Any], inputs: list[torch.Tensor]) -> list[torch.Tensor]:
+    y = function(*inputs)
+    return [y, *torch.autograd.grad(y, inputs, drawn(*y.shape, seed=9))]
 
 
 @pytest.mark.parametrize("name", FUNCTIONS)
 def test_both_ways_have_the_same_results_and_gradients(name: str, never_directly: Callable[[], None]) -> None:
     function, shapes, _ = FUNCTIONS[name]
-    given = arguments(shapes)
-    found = results(function, given)
-    assert all(directly(each) for each in given)
+    inputs = arguments(shapes)
+    found = results(function, inputs)
+    assert all(directly(each) for each in inputs)
     never_directly()
-    assert not directly(given[0])
-    assert all(torch.equal(mine, want) for mine, want in zip(found, results(function, given), strict=True))
+    assert not directly(inputs[0])
+    assert all(torch.equal(result, want) for result, want in zip(found, results(function, inputs), strict=True))
     assert found[0].grad_fn is not None and not found[1].requires_grad
 
 
 @pytest.mark.parametrize("name", FUNCTIONS)
 def test_a_dispatch_mode_sees_the_operators_forward_and_backward(name: str) -> None:
     function, shapes, names = FUNCTIONS[name]
-    given = arguments(shapes)
-    y = function(*given)
+    inputs = arguments(shapes)
+    y = function(*inputs)
     with Operators() as seen:
-        results(function, given)
-        torch.autograd.grad(y, given, torch.ones_like(y))  # of a forward call that nobody looked on
+        results(function, inputs)
+        torch.autograd.grad(y, inputs, torch.ones_like(y))  # of a forward call that nobody looked on
     assert seen.names == [*names, names[1]]
 
 
 @pytest.mark.parametrize("name", QUANTISED)
 def test_quantised_results_are_the_same_both_ways(name: str) -> None:
     function, shapes, op = QUANTISED[name]
-    given = arguments(shapes, gradients=False)
-    found = function(*given)
+    inputs = arguments(shapes, gradients=False)
+    found = function(*inputs)
     with Operators() as seen:
-        want = function(*given)
+        want = function(*inputs)
     assert seen.names == [op]
     assert torch.equal(found[0].view(torch.uint8), want[0].view(torch.uint8)) and torch.equal(found[1], want[1])
 
@@ -124,9 +124,9 @@ def test_quantised_results_are_the_same_both_ways(name: str) -> None:
 @pytest.mark.parametrize("name", FUNCTIONS)
 def test_gradients_of_gradients_are_refused_and_not_wrong(name: str) -> None:
     function, shapes, _ = FUNCTIONS[name]
-    given = arguments(shapes)
-    y = function(*given)
-    (first, *_) = torch.autograd.grad(y.square().sum(), given, create_graph=True)
+    inputs = arguments(shapes)
+    y = function(*inputs)
+    (first, *_) = torch.autograd.grad(y.square().sum(), inputs, create_graph=True)
     with pytest.raises(RuntimeError, match="no autograd formula was registered"):
         first.sum().backward()
 
@@ -173,9 +173,9 @@ def test_transforms_tracing_and_the_profiler_see_the_operator() -> None:
     x, weight = drawn(5, 64), drawn(64)
     want = rms_norm(x, weight)
     torch.testing.assert_close(torch.func.vmap(lambda row: rms_norm(row, weight))(x), want)
-    kept: list[torch.Tensor] = []
-    torch.func.vmap(lambda row: kept.append(row) or row)(x)
-    assert not directly(kept[0]), "a wrapper that a transform has left"
+    wrappers: list[torch.Tensor] = []
+    torch.func.vmap(lambda row: wrappers.append(row) or row)(x)
+    assert not directly(wrappers[0]), "a wrapper that a transform has left"
     traced = torch.jit.trace(lambda x: rms_norm(x, weight), (x,))
     assert "raymoe::rms_norm" in str(traced.graph)
     graph = torch.fx.experimental.proxy_tensor.make_fx(lambda x: rms_norm(x, weight))(x)
@@ -190,7 +190,7 @@ def test_transforms_tracing_and_the_profiler_see_the_operator() -> None:
 @pytest.mark.parametrize("name", FUNCTIONS)
 def test_the_compiler_sees_operators_and_no_break(name: str) -> None:
     function, shapes, names = FUNCTIONS[name]
-    given, graphs = arguments(shapes), []
+    inputs, graphs = arguments(shapes), []
 
     def backend(module: Any, _inputs: Any) -> Any:
         graphs.append(module.code)
@@ -198,8 +198,8 @@ def test_the_compiler_sees_operators_and_no_break(name: str) -> None:
 
     torch.compiler.reset()
     compiled = torch.compile(function, backend=backend, fullgraph=True)
-    for mine, want in zip(results(compiled, given), results(function, given), strict=True):
-        assert torch.equal(mine, want)
+    for result, want in zip(results(compiled, inputs), results(function, inputs), strict=True):
+        assert torch.equal(result, want)
     assert len(graphs) == 1 and f"raymoe.{names[0]}" in graphs[0]
 
 
@@ -207,11 +207,11 @@ def test_the_compiler_sees_operators_and_no_break(name: str) -> None:
 def test_checkpoints_of_both_kinds_recompute_the_same(selective: bool) -> None:
     x, weight = drawn(5, 64).requires_grad_(), drawn(64).requires_grad_()
     want = results(rms_norm, [x, weight])
-    kept = [torch.ops.raymoe.rms_norm.default]
-    contexts: Any = (lambda: create_selective_checkpoint_contexts(kept)) if selective else None
+    saved = [torch.ops.raymoe.rms_norm.default]
+    contexts: Any = (lambda: create_selective_checkpoint_contexts(saved)) if selective else None
     options = {"context_fn": contexts} if selective else {}
-    found = results(lambda *given: checkpoint(rms_norm, *given, use_reentrant=False, **options), [x, weight])
-    assert all(torch.equal(mine, exact) for mine, exact in zip(found, want, strict=True))
+    found = results(lambda *inputs: checkpoint(rms_norm, *inputs, use_reentrant=False, **options), [x, weight])
+    assert all(torch.equal(result, exact) for result, exact in zip(found, want, strict=True))
 
 
 def test_autocast_changes_nothing() -> None:
@@ -220,7 +220,7 @@ def test_autocast_changes_nothing() -> None:
     for context in (torch.autocast("cpu", dtype=torch.bfloat16), nullcontext()):
         with context:
             found = results(rms_norm, [x, weight])
-        assert all(torch.equal(mine, exact) for mine, exact in zip(found, want, strict=True))
+        assert all(torch.equal(result, exact) for result, exact in zip(found, want, strict=True))
 
 
 def test_hooks_of_saved_tensors_see_them() -> None:

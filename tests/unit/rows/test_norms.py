@@ -59,16 +59,16 @@ def as_tuple(result) -> tuple[torch.Tensor, ...]:
 @pytest.mark.parametrize("name", FUNCTIONS)
 def test_values_and_gradients_are_those_of_float64(name, rows, dtype):
     function, plain, _ = FUNCTIONS[name]
-    given = [each.requires_grad_() for each in arguments(name, rows, 136, dtype)]
-    exact = [each.detach().double().requires_grad_() for each in given]
-    found, want = as_tuple(function(*given)), as_tuple(plain(*exact))
-    for mine, his in zip(found, want, strict=True):
-        assert mine.dtype == dtype and mine.shape == his.shape
-        torch.testing.assert_close(mine.double(), his, rtol=BOUNDS[dtype], atol=BOUNDS[dtype])
+    inputs = [each.requires_grad_() for each in arguments(name, rows, 136, dtype)]
+    exact = [each.detach().double().requires_grad_() for each in inputs]
+    found, want = as_tuple(function(*inputs)), as_tuple(plain(*exact))
+    for result, expected in zip(found, want, strict=True):
+        assert result.dtype == dtype and result.shape == expected.shape
+        torch.testing.assert_close(result.double(), expected, rtol=BOUNDS[dtype], atol=BOUNDS[dtype])
     outgoing = [drawn(*each.shape, seed=9, dtype=dtype) for each in found]
-    mine = torch.autograd.grad(found, given, outgoing)
-    his = torch.autograd.grad(want, exact, [each.double() for each in outgoing])
-    for gradient, wanted in zip(mine, his, strict=True):
+    gradients = torch.autograd.grad(found, inputs, outgoing)
+    expected = torch.autograd.grad(want, exact, [each.double() for each in outgoing])
+    for gradient, wanted in zip(gradients, expected, strict=True):
         assert gradient.dtype == dtype and gradient.shape == wanted.shape
         # Sums over the rows cancel, so the bound is that of the largest element.
         largest = float(wanted.abs().max()) if wanted.numel() else 0.0
@@ -80,8 +80,8 @@ def test_the_gradient_of_either_result_alone():
     for index in range(2):
         found = torch.autograd.grad(add_rms_norm(x, residual, weight, EPS)[index].sum(), (x, residual))
         plain = (rms_of(x + residual, weight), x + residual)[index].sum()
-        for mine, want in zip(found, torch.autograd.grad(plain, (x, residual)), strict=True):
-            torch.testing.assert_close(mine, want)
+        for result, want in zip(found, torch.autograd.grad(plain, (x, residual)), strict=True):
+            torch.testing.assert_close(result, want)
 
 
 @pytest.mark.parametrize("name", ["rms_norm", "layer_norm"])
@@ -93,39 +93,39 @@ def test_float32_weights_of_bfloat16_rows_get_float32_gradients(name):
     assert y.dtype == torch.bfloat16 and torch.equal(y, want.to(torch.bfloat16))
     outgoing = drawn(50, 64, seed=3)
     found = torch.autograd.grad(y, vectors, outgoing.bfloat16())
-    for mine, his in zip(found, torch.autograd.grad(want, vectors, outgoing.bfloat16().float()), strict=True):
-        assert mine.dtype == torch.float32
-        torch.testing.assert_close(mine, his, rtol=1e-4, atol=1e-4)
+    for result, expected in zip(found, torch.autograd.grad(want, vectors, outgoing.bfloat16().float()), strict=True):
+        assert result.dtype == torch.float32
+        torch.testing.assert_close(result, expected, rtol=1e-4, atol=1e-4)
 
 
 @pytest.mark.parametrize("name", FUNCTIONS)
 def test_strided_rows_give_the_same_and_stay_unchanged(name):
-    given = arguments(name, (6,), 64, torch.bfloat16)
-    wide = torch.zeros(6, 3 * given[0].shape[1], dtype=torch.bfloat16)
-    strided = wide[:, given[0].shape[1] : 2 * given[0].shape[1]]
-    strided.copy_(given[0])
+    inputs = arguments(name, (6,), 64, torch.bfloat16)
+    wide = torch.zeros(6, 3 * inputs[0].shape[1], dtype=torch.bfloat16)
+    strided = wide[:, inputs[0].shape[1] : 2 * inputs[0].shape[1]]
+    strided.copy_(inputs[0])
     function = FUNCTIONS[name][0]
-    for mine, want in zip(as_tuple(function(strided, *given[1:])), as_tuple(function(*given)), strict=True):
-        assert torch.equal(mine, want)
-        assert mine.untyped_storage().data_ptr() != strided.untyped_storage().data_ptr()
+    for result, want in zip(as_tuple(function(strided, *inputs[1:])), as_tuple(function(*inputs)), strict=True):
+        assert torch.equal(result, want)
+        assert result.untyped_storage().data_ptr() != strided.untyped_storage().data_ptr()
 
 
 # As 8-bit floats.
 
 QUANTISED = {
-    "rms_norm": lambda given, **how: rms_norm(*given, EPS, output="float8_e4m3", **how),
-    "add_rms_norm": lambda given, **how: add_rms_norm(*given, EPS, output="float8_e4m3", **how)[0],
-    "layer_norm": lambda given, **how: layer_norm(*given, EPS, output="float8_e4m3", **how),
-    "swiglu": lambda given, **how: swiglu(*given, output="float8_e4m3", **how),
+    "rms_norm": lambda inputs, **how: rms_norm(*inputs, EPS, output="float8_e4m3", **how),
+    "add_rms_norm": lambda inputs, **how: add_rms_norm(*inputs, EPS, output="float8_e4m3", **how)[0],
+    "layer_norm": lambda inputs, **how: layer_norm(*inputs, EPS, output="float8_e4m3", **how),
+    "swiglu": lambda inputs, **how: swiglu(*inputs, output="float8_e4m3", **how),
 }
 
 
 @pytest.mark.parametrize("scales", ["row", "column"])
 @pytest.mark.parametrize("name", QUANTISED)
 def test_quantised_rows_are_near_and_their_scales_lie_as_asked(name, scales):
-    given = arguments(name, (5,), 272, torch.bfloat16)
-    values, found = QUANTISED[name](given, scales=scales)
-    want = as_tuple(FUNCTIONS[name][1](*(each.double() for each in given)))[0]
+    inputs = arguments(name, (5,), 272, torch.bfloat16)
+    values, found = QUANTISED[name](inputs, scales=scales)
+    want = as_tuple(FUNCTIONS[name][1](*(each.double() for each in inputs)))[0]
     assert values.dtype == torch.float8_e4m3fn and found.dtype == torch.float32
     assert found.shape == (5, 3) and found.stride() == ((3, 1) if scales == "row" else (1, 8))
     torch.testing.assert_close(dequantised(values, found).double(), want, rtol=2**-4, atol=0.02)
@@ -180,10 +180,10 @@ def test_weighted_rows_and_their_gradients_are_those_of_float64(rows, dtype):
     torch.testing.assert_close(found.double(), want, rtol=BOUNDS[dtype], atol=BOUNDS[dtype])
     dy = drawn(*found.shape, seed=9, dtype=dtype)
     wanted = torch.autograd.grad(want, exact, dy.double())
-    for mine, his in zip(torch.autograd.grad(found, (gate_up, weights), dy), wanted, strict=True):
+    for result, expected in zip(torch.autograd.grad(found, (gate_up, weights), dy), wanted, strict=True):
         # The gradient of a weight is float32 whatever the rows are.
-        bound = BOUNDS[mine.dtype] * max(1.0, float(his.abs().max()) if his.numel() else 0.0)
-        torch.testing.assert_close(mine.double(), his, rtol=0, atol=bound)
+        bound = BOUNDS[result.dtype] * max(1.0, float(expected.abs().max()) if expected.numel() else 0.0)
+        torch.testing.assert_close(result.double(), expected, rtol=0, atol=bound)
 
 
 def test_weighted_gradients_pass_gradcheck_in_float64():
@@ -196,7 +196,7 @@ def test_weighted_gradients_pass_gradcheck_in_float64():
 def test_gradcheck_finds_a_gradient_of_weights_that_is_left_out(monkeypatch):
     whole = formulas.weighted_swiglu_backward
     monkeypatch.setattr(
-        formulas, "weighted_swiglu_backward", lambda *given: (whole(*given)[0], torch.zeros_like(given[2]))
+        formulas, "weighted_swiglu_backward", lambda *inputs: (whole(*inputs)[0], torch.zeros_like(inputs[2]))
     )
     with pytest.raises(RuntimeError, match="Jacobian mismatch"):
         test_weighted_gradients_pass_gradcheck_in_float64()
@@ -210,25 +210,25 @@ def test_weighted_rows_after_the_last_offset_have_no_gradient_on_cpus():
     whole = gate_up[:8].clone().requires_grad_(), weights[:8].clone().requires_grad_()
     assert torch.equal(y[:8], swiglu(whole[0], weights=whole[1])) and not bool(y[8:].any())
     found = torch.autograd.grad(y.sum(), leaves)
-    for mine, want in zip(found, torch.autograd.grad(swiglu(whole[0], weights=whole[1]).sum(), whole), strict=True):
-        assert torch.equal(mine[:8], want) and not bool(mine[8:].any())
+    for result, want in zip(found, torch.autograd.grad(swiglu(whole[0], weights=whole[1]).sum(), whole), strict=True):
+        assert torch.equal(result[:8], want) and not bool(result[8:].any())
 
 
 def test_weighted_operators_pass_opcheck_and_compile_without_a_break():
-    given = drawn(6, 128).requires_grad_(), drawn(6, seed=1).requires_grad_()
+    inputs = drawn(6, 128).requires_grad_(), drawn(6, seed=1).requires_grad_()
     ops, offsets = torch.ops.raymoe, torch.tensor([0, 4])
-    torch.library.opcheck(ops.weighted_swiglu.default, (*given, None, None))
-    torch.library.opcheck(ops.weighted_swiglu.default, (*given, offsets, 3))
-    plain = [each.detach() for each in given]
+    torch.library.opcheck(ops.weighted_swiglu.default, (*inputs, None, None))
+    torch.library.opcheck(ops.weighted_swiglu.default, (*inputs, offsets, 3))
+    plain = [each.detach() for each in inputs]
     torch.library.opcheck(ops.weighted_swiglu_backward.default, (drawn(6, 64, seed=2), *plain, offsets, None))
     torch._dynamo.reset()
     compiled = torch.compile(lambda x, w: swiglu(x, offsets, w), fullgraph=True, backend="aot_eager")
-    for mine, want in zip(
-        torch.autograd.grad(compiled(*given)[:4].square().sum(), given),
-        torch.autograd.grad(swiglu(given[0], offsets, given[1])[:4].square().sum(), given),
+    for result, want in zip(
+        torch.autograd.grad(compiled(*inputs)[:4].square().sum(), inputs),
+        torch.autograd.grad(swiglu(inputs[0], offsets, inputs[1])[:4].square().sum(), inputs),
         strict=True,
     ):
-        assert torch.equal(mine, want)
+        assert torch.equal(result, want)
 
 
 # As operators of torch.
@@ -237,33 +237,34 @@ def test_weighted_operators_pass_opcheck_and_compile_without_a_break():
 @pytest.mark.parametrize("rows", [(6,), (2, 3)], ids=["whole", "transposed"])
 @pytest.mark.parametrize("name", FUNCTIONS)
 def test_operators_pass_opcheck_and_compile_without_a_break(name, rows):
-    given = arguments(name, rows, 64, torch.float32)
-    given = [(each.transpose(0, 1) if each.dim() == 3 else each).requires_grad_() for each in given]
+    inputs = arguments(name, rows, 64, torch.float32)
+    inputs = [(each.transpose(0, 1) if each.dim() == 3 else each).requires_grad_() for each in inputs]
     ops = torch.ops.raymoe
     if name == "swiglu":
-        torch.library.opcheck(ops.swiglu.default, (*given, None, None))
-        torch.library.opcheck(ops.swiglu.default, (*given, torch.tensor([0, 4]), 3))
+        torch.library.opcheck(ops.swiglu.default, (*inputs, None, None))
+        torch.library.opcheck(ops.swiglu.default, (*inputs, torch.tensor([0, 4]), 3))
     elif name == "layer_norm":
-        torch.library.opcheck(ops.layer_norm.default, (*given, EPS, None))
+        torch.library.opcheck(ops.layer_norm.default, (*inputs, EPS, None))
     else:
-        x, *residual, weight = given
+        x, *residual, weight = inputs
         torch.library.opcheck(ops.rms_norm.default, (x, *(residual or [None]), weight, EPS, None))
     torch._dynamo.reset()
     compiled = torch.compile(FUNCTIONS[name][0], fullgraph=True, backend="aot_eager")
-    plain, traced = as_tuple(FUNCTIONS[name][0](*given)), as_tuple(compiled(*given))
+    plain, traced = as_tuple(FUNCTIONS[name][0](*inputs)), as_tuple(compiled(*inputs))
     outgoing = [drawn(*each.shape, seed=5) for each in plain]
-    for mine, want in zip(
-        (*traced, *torch.autograd.grad(traced, given, outgoing)),
-        (*plain, *torch.autograd.grad(plain, given, outgoing)),
+    for result, want in zip(
+        (*traced, *torch.autograd.grad(traced, inputs, outgoing)),
+        (*plain, *torch.autograd.grad(plain, inputs, outgoing)),
         strict=True,
     ):
-        assert torch.equal(mine, want)
+        assert torch.equal(result, want)
 
 
 @pytest.mark.parametrize("name", ["rms_norm", "layer_norm", "swiglu"])
 def test_quantised_operators_pass_opcheck(name):
-    given = arguments(name, (6,), 192, torch.bfloat16)
-    extra = {"rms_norm": (given[0], None, *given[1:], EPS), "layer_norm": (*given, EPS), "swiglu": (*given, None)}[name]
+    inputs = arguments(name, (6,), 192, torch.bfloat16)
+    x, *vectors = inputs
+    extra = {"rms_norm": (x, None, *vectors, EPS), "layer_norm": (*inputs, EPS), "swiglu": (*inputs, None)}[name]
     for column in (False, True):
         torch.library.opcheck(getattr(torch.ops.raymoe, f"{name}_fp8").default, (*extra, column, None))
 

@@ -43,7 +43,7 @@ class Case:
     budget: int = 96
     add: bool = False
     loading: str | None = None
-    """The expected way of its tiles, if a test tells it."""
+    """The expected loading; None: any."""
 
 
 CASES = {
@@ -70,15 +70,15 @@ def gradients(case: Case, kind: str, seed: int = 0, changes: Sequence[Change] = 
     weight = torch.randn(case.hidden, generator=torch.Generator().manual_seed(3)).to(vector.dtype)
     dx, vectors = Strided.empty(case.rows, case.hidden, case.dtype, case.gap), [torch.full_like(vector, 7.0)]
     if kind == "rms":
-        asked = RmsNormBackward(dy.matrix, x.matrix, weight, dx.matrix, *vectors, eps=EPS)
+        kernel = RmsNormBackward(dy.matrix, x.matrix, weight, dx.matrix, *vectors, eps=EPS)
         if case.add:
-            asked = replace(asked, d_total=filled(case.rows, case.hidden, case.dtype, case.gap, 6).matrix)
+            kernel = replace(kernel, d_total=filled(case.rows, case.hidden, case.dtype, case.gap, 6).matrix)
     else:
         vectors.append(torch.full_like(vector, 7.0))
-        asked = LayerNormBackward(dy.matrix, x.matrix, weight, dx.matrix, *vectors, eps=EPS)
-    calls = asked.kernel_calls(case.limits)
+        kernel = LayerNormBackward(dy.matrix, x.matrix, weight, dx.matrix, *vectors, eps=EPS)
+    calls = kernel.kernel_calls(case.limits)
     assert case.loading in (None, dict(calls.gradients.source.defines)["PIPE_LOADING"])
-    reachable = [*tensors_of(asked), calls.partials]
+    reachable = [*tensors_of(kernel), calls.partials]
     run_call(calls.gradients, reachable, calls.sms, seed, changes)
     run_call(calls.sums, reachable, calls.sms, seed)
     dx.check_gaps()

@@ -9,9 +9,9 @@ import torch
 
 from raymoe.errors import ConfigError
 from raymoe.rows.elementwise_kernels import Swiglu
-from raymoe.rows.launch import KernelCall
 from raymoe.rows.norm_kernels import LayerNorm, RmsNorm, RmsNormBackward
 from raymoe.rows.pipe_shape import MOST_HIDDEN, SHARED_BYTES, Limits, RowWork, piece_shape, row_shape
+from raymoe.rows.row_launch import KernelCall
 
 BF16 = torch.bfloat16
 ROWS = RmsNorm(torch.zeros(9, 64), torch.zeros(64), torch.zeros(9, 64))

@@ -98,18 +98,18 @@ def run_rms_norm(case: NormCase, monkeypatch: pytest.MonkeyPatch, seed: int = 0,
     weight = torch.randn(case.hidden, generator=torch.Generator().manual_seed(9)).to(case.dtype)
     out_type = torch.float8_e4m3fn if case.fp8 else case.dtype
     out, added = (Strided.empty(case.rows, case.hidden, each, case.gap * 2) for each in (out_type, case.dtype))
-    asked = RmsNorm(x.matrix, weight, out.matrix, 1e-3)
+    kernel = RmsNorm(x.matrix, weight, out.matrix, 1e-3)
     if case.fp8:
-        asked = replace(asked, scales=scales_for(case.rows, case.hidden, case.fp8))
+        kernel = replace(kernel, scales=scales_for(case.rows, case.hidden, case.fp8))
     if case.add:
-        asked = replace(asked, residual=residual.matrix, residual_out=added.matrix)
+        kernel = replace(kernel, residual=residual.matrix, residual_out=added.matrix)
     before = x.matrix.clone()
-    run_call(asked.kernel_call(case.limits), tensors_of(asked), seed=seed, changes=changes)
+    run_call(kernel.kernel_call(case.limits), tensors_of(kernel), seed=seed, changes=changes)
     h = (x.matrix.float() + residual.matrix.float()).to(case.dtype) if case.add else x.matrix
     wide = h.double()
     want = wide / (wide.square().mean(1, keepdim=True) + 1e-3).sqrt() * weight.double()
     if case.fp8:
-        judge_fp8(out.matrix.float(), asked.scales, want)
+        judge_fp8(out.matrix.float(), kernel.scales, want)
     else:
         close(out.matrix, want)
     if case.add:
@@ -145,8 +145,8 @@ def test_layer_norm_equals_float64(case: NormCase, with_bias: bool, monkeypatch:
     )
     out = Strided.empty(case.rows, case.hidden, torch.float8_e4m3fn if case.fp8 else case.dtype, case.gap)
     scales = scales_for(case.rows, case.hidden, case.fp8) if case.fp8 else None
-    asked = LayerNorm(x.matrix, weight, bias if with_bias else None, out.matrix, 1e-3, scales)
-    run_call(asked.kernel_call(case.limits), tensors_of(asked))
+    kernel = LayerNorm(x.matrix, weight, bias if with_bias else None, out.matrix, 1e-3, scales)
+    run_call(kernel.kernel_call(case.limits), tensors_of(kernel))
     wide = x.matrix.double()
     normed = (wide - wide.mean(1, keepdim=True)) / (wide.var(1, keepdim=True, correction=0) + 1e-3).sqrt()
     want = normed * weight.double() + (bias.double() if with_bias else 0)
@@ -169,8 +169,8 @@ def test_blocks_of_zeros_tiny_and_infinite_values_have_finite_scales() -> None:
     x[1, 3], x[1, 130], x[1, 260] = float("inf"), float("nan"), 5.0
     x[2, :4], x[2, 200] = 1e-38, 1.0
     values, scales = torch.empty(3, 384, dtype=torch.float8_e4m3fn), torch.empty(3, 3)
-    asked = RmsNorm(x, torch.ones(384), values, 1.0, scales)
-    run_call(asked.kernel_call(Limits()), tensors_of(asked))
+    kernel = RmsNorm(x, torch.ones(384), values, 1.0, scales)
+    run_call(kernel.kernel_call(Limits()), tensors_of(kernel))
     assert bool(scales.isfinite().all()) and bool((scales > 0).all())
     assert scales[0].tolist() == [1.0, float(torch.finfo(F32).tiny), 1.0]
     assert bool((values[0].float() == 0).all()) and bool(values[2].float().isfinite().all())

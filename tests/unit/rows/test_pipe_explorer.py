@@ -65,6 +65,6 @@ def test_an_injected_bug_is_found(fault: PipeFault) -> None:
 
 
 def test_stages_that_are_no_multiple_of_the_groups_fail() -> None:
-    """A group would wait two phases ahead: only the parity tells phases apart, so it finds a stage too early."""
+    """A group would wait two phases ahead: a parity is the same two phases later, so it reads a stage too early."""
     found = explore_pipe(PipeCase(3, 2, 5, inputs=1))
     assert "reads turn" in found.broken, found

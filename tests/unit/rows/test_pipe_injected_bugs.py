@@ -157,7 +157,7 @@ def test_gaps_of_a_row_are_judged() -> None:
     """The judge of these tests must see a byte that was written between two rows."""
     from tests.unit.rows.emulated_pipe import Strided
 
-    made = Strided.empty(3, 64, torch.bfloat16, gap=8)
-    made.whole[1, 130] = 0
+    rows = Strided.empty(3, 64, torch.bfloat16, gap=8)
+    rows.whole[1, 130] = 0
     with pytest.raises(AssertionError, match="between two rows"):
-        made.check_gaps()
+        rows.check_gaps()

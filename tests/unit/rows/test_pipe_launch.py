@@ -12,10 +12,10 @@ import pytest
 import torch
 
 from raymoe.errors import ConfigError
-from raymoe.rows import launch, tile_counters
-from raymoe.rows.launch import KernelCall
+from raymoe.rows import row_launch, tile_counters
 from raymoe.rows.norm_kernels import RmsNorm, RmsNormBackward
 from raymoe.rows.pipe_shape import Limits
+from raymoe.rows.row_launch import KernelCall
 from tests.unit.rows.rows_driver import Counters, Enqueued, RowsDriver
 
 NOW = Limits()
@@ -77,7 +77,7 @@ def test_memory_does_not_grow_with_numbers_of_rows(driver: RowsDriver) -> None:
 
 
 def test_prepared_launches_of_old_kinds_are_dropped(driver: RowsDriver, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(launch, "MOST_KINDS", 4)
+    monkeypatch.setattr(row_launch, "MOST_KINDS", 4)
     call = norm(300)
     for eps in range(1, 21):
         call.eps = float(eps)
@@ -210,7 +210,7 @@ def test_no_rows_are_no_launch_and_load_no_kernel(driver: RowsDriver) -> None:
 
 
 def test_a_call_as_it_is_runs_too(driver: RowsDriver) -> None:
-    made = norm_call(300)
-    driver.device.run(made, None)
+    call = norm_call(300)
+    driver.device.run(call, None)
     (found,) = driver.enqueued
-    assert isinstance(found, Enqueued) and found.params == bytes(made.params.packed())
+    assert isinstance(found, Enqueued) and found.params == bytes(call.params.packed())

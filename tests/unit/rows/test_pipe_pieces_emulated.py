@@ -75,8 +75,8 @@ def test_swiglu_equals_float64(case: Case) -> None:
     gate_up = filled(case.rows, 2 * case.ffn, case.dtype, case.gap)
     out = Strided.empty(case.rows, case.ffn, torch.float8_e4m3fn if case.fp8 else case.dtype, case.gap)
     scales = scales_for(case.rows, case.ffn, case.fp8) if case.fp8 else None
-    asked = Swiglu(gate_up.matrix, out.matrix, offsets_of(case.end), scales)
-    run_call(asked.kernel_call(case.limits), tensors_of(asked))
+    kernel = Swiglu(gate_up.matrix, out.matrix, offsets_of(case.end), scales)
+    run_call(kernel.kernel_call(case.limits), tensors_of(kernel))
     there = case.rows if case.end is None else min(max(case.end, 0), case.rows)
     gate, up = gate_up.matrix[:there].double().chunk(2, dim=1)
     want = gate / (1 + (-gate).exp()) * up
@@ -103,8 +103,8 @@ def test_the_gradient_of_swiglu_equals_float64(name: str) -> None:
 def judge_gradient(case: Case) -> None:
     gate_up, dy = filled(case.rows, 2 * case.ffn, case.dtype, case.gap), filled(case.rows, case.ffn, case.dtype, seed=4)
     out = Strided.empty(case.rows, 2 * case.ffn, case.dtype)
-    asked = SwigluBackward(dy.matrix, gate_up.matrix, out.matrix, offsets_of(case.end))
-    run_call(asked.kernel_call(case.limits), tensors_of(asked))
+    kernel = SwigluBackward(dy.matrix, gate_up.matrix, out.matrix, offsets_of(case.end))
+    run_call(kernel.kernel_call(case.limits), tensors_of(kernel))
     there = case.rows if case.end is None else min(max(case.end, 0), case.rows)
     wide = gate_up.matrix[:there].double().requires_grad_()
     gate, up = wide.chunk(2, dim=1)
@@ -129,8 +129,8 @@ def test_weighted_swiglu_equals_float64(name: str) -> None:
     case = CASES[name]
     gate_up, out = filled(case.rows, 2 * case.ffn, case.dtype, case.gap), Strided.empty(case.rows, case.ffn, case.dtype)
     weights = weights_of(case.rows)
-    asked = Swiglu(gate_up.matrix, out.matrix, offsets_of(case.end), weights=weights)
-    run_call(asked.kernel_call(case.limits), tensors_of(asked))
+    kernel = Swiglu(gate_up.matrix, out.matrix, offsets_of(case.end), weights=weights)
+    run_call(kernel.kernel_call(case.limits), tensors_of(kernel))
     there = case.rows if case.end is None else min(max(case.end, 0), case.rows)
     gate, up = gate_up.matrix[:there].double().chunk(2, dim=1)
     close(out.matrix[:there], torch.nn.functional.silu(gate) * up * weights[:there, None].double())
@@ -151,8 +151,8 @@ def judge_weighted_gradients(case: Case, seed: int = 0, changes: tuple[Change, .
         offsets_of(case.end),
     )
     sums = new_piece_sums(gate_up.matrix, offsets, case.limits).fill_(torch.nan)
-    asked = SwigluBackward(dy.matrix, gate_up.matrix, out.matrix, offsets, weights, sums)
-    run_call(asked.kernel_call(case.limits), tensors_of(asked), seed=seed, changes=changes)
+    kernel = SwigluBackward(dy.matrix, gate_up.matrix, out.matrix, offsets, weights, sums)
+    run_call(kernel.kernel_call(case.limits), tensors_of(kernel), seed=seed, changes=changes)
     there = case.rows if case.end is None else min(max(case.end, 0), case.rows)
     wide, share = (each[:there].double().requires_grad_() for each in (gate_up.matrix, weights))
     gate, up = wide.chunk(2, dim=1)
@@ -224,8 +224,8 @@ SILU = "([&] { const float t1 = silu(v0); return t1 * v1 + v2; }())"
 def test_an_expression_of_rows_and_vectors_equals_float64(dtype: torch.dtype, limits: Limits) -> None:
     a, row = filled(7, 520, dtype, gap=8), filled(1, 520, dtype, seed=1).matrix[0]
     column, out = filled(7, 1, dtype, seed=2).matrix, Strided.empty(7, 520, dtype)
-    asked = Pointwise(SILU, [a.matrix, row, column], out.matrix)
-    run_call(asked.kernel_call(limits), tensors_of(asked))
+    kernel = Pointwise(SILU, [a.matrix, row, column], out.matrix)
+    run_call(kernel.kernel_call(limits), tensors_of(kernel))
     wide = a.matrix.double()
     close(out.matrix, wide / (1 + (-wide).exp()) * row.double() + column.double(), size=1)
 
@@ -242,8 +242,8 @@ def test_a_function_of_an_expression_is_right_at_every_size(name: str, dtype: to
     values = torch.tensor([*ends, *(-each for each in ends), float("nan"), 1.0, 2.0, 4.0])
     a = values.repeat(3, 1).to(dtype)
     out = torch.zeros_like(a)
-    asked = Pointwise(code(parse(f"{name}(a)")), [a], out)
-    run_call(asked.kernel_call(Limits(loading="PLAIN")), tensors_of(asked))
+    kernel = Pointwise(code(parse(f"{name}(a)")), [a], out)
+    run_call(kernel.kernel_call(Limits(loading="PLAIN")), tensors_of(kernel))
     want = evaluate(parse(f"{name}(a)"), {"a": a.double()}).to(dtype).double()
     found = out.double()
     assert torch.equal(found.isnan(), want.isnan()) and torch.equal(found.isinf(), want.isinf())
@@ -254,8 +254,8 @@ def test_a_function_of_an_expression_is_right_at_every_size(name: str, dtype: to
 def test_an_expression_takes_nine_rows() -> None:
     inputs = [filled(3, 72, F32, seed=each).matrix for each in range(9)]
     out = Strided.empty(3, 72, F32)
-    asked = Pointwise("v0 - v1 + v2 - v3 + v4 - v5 + v6 - v7 * v8", inputs, out.matrix)
-    run_call(asked.kernel_call(PIPED), tensors_of(asked))
+    kernel = Pointwise("v0 - v1 + v2 - v3 + v4 - v5 + v6 - v7 * v8", inputs, out.matrix)
+    run_call(kernel.kernel_call(PIPED), tensors_of(kernel))
     a, b, c, d, e, f, g, h, i = (each.double() for each in inputs)
     close(out.matrix, a - b + c - d + e - f + g - h * i, size=10)
 

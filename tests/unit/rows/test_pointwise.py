@@ -158,14 +158,14 @@ def test_random_expressions_have_the_values_and_gradients_of_torch(tree, seed):
         return
     source = torch.Generator().manual_seed(seed)
     shapes = {"a": (4, 6), "b": (6,), "c": (4, 1)}
-    mine = {name: torch.rand(shape, generator=source).add(-0.5).requires_grad_() for name, shape in shapes.items()}
-    his = {name: each.detach().double().requires_grad_() for name, each in mine.items()}
-    found, want = raymoe.pointwise(text, **mine), plain(his)
+    result = {name: torch.rand(shape, generator=source).add(-0.5).requires_grad_() for name, shape in shapes.items()}
+    expected = {name: each.detach().double().requires_grad_() for name, each in result.items()}
+    found, want = raymoe.pointwise(text, **result), plain(expected)
     scale = max(1.0, float(want.detach().abs().max()))
     torch.testing.assert_close(found.double(), want, rtol=0, atol=1e-4 * scale)
     outgoing = torch.rand(4, 6, generator=source)
-    gradients_found = torch.autograd.grad(found, list(mine.values()), outgoing)
-    gradients_wanted = torch.autograd.grad(want, list(his.values()), outgoing.double())
+    gradients_found = torch.autograd.grad(found, list(result.values()), outgoing)
+    gradients_wanted = torch.autograd.grad(want, list(expected.values()), outgoing.double())
     for gradient, wanted in zip(gradients_found, gradients_wanted, strict=True):
         assert gradient.shape == wanted.shape
         scale = max(1.0, float(wanted.abs().max()))
@@ -211,7 +211,7 @@ def test_equal_halves_of_min_and_max_share_the_gradient():
     for op in ("min", "max"):
         want = torch.autograd.grad(getattr(torch, f"{op}imum")(a, b).sum(), (a, b))
         found = torch.autograd.grad(raymoe.pointwise(f"{op}(a, b)", a=a, b=b).sum(), (a, b))
-        assert all(torch.equal(mine, his) for mine, his in zip(found, want, strict=True))
+        assert all(torch.equal(result, expected) for result, expected in zip(found, want, strict=True))
 
 
 def test_an_input_that_only_decides_has_no_gradient():
@@ -241,7 +241,7 @@ def test_the_operator_passes_opcheck_and_compiles_without_a_break():
 
     compiled = torch.compile(program, fullgraph=True, backend="aot_eager")
     found, wanted = (torch.autograd.grad(each(a, b), (a, b)) for each in (compiled, program))
-    assert all(torch.equal(mine, want) for mine, want in zip(found, wanted, strict=True))
+    assert all(torch.equal(result, want) for result, want in zip(found, wanted, strict=True))
 
 
 # The C++ of an expression, compiled for this machine.
@@ -314,7 +314,7 @@ def test_added_terms_pass_opcheck_and_their_gradient_is_that_of_the_sum():
 
 @pytest.mark.parametrize("dtypes", [[torch.float32] * 3, [torch.float32, torch.float64, torch.float32]])
 def test_terms_that_the_kernel_does_not_take_are_added_by_torch(dtypes, monkeypatch):
-    monkeypatch.setattr("raymoe.rows.launch.takes", lambda _: True)
+    monkeypatch.setattr("raymoe.rows.row_launch.takes", lambda _: True)
     terms = [torch.rand(3, 12, dtype=dtype) for dtype in dtypes]
     assert torch.equal(add(*terms), terms[0] + terms[1] + terms[2])
     assert torch.equal(torch.ops.raymoe.sum_terms(terms[:1] * 3), terms[0] * 3)  # 12 is no multiple of 8
@@ -324,11 +324,11 @@ def test_terms_that_the_kernel_does_not_take_are_added_by_torch(dtypes, monkeypa
 
 @pytest.mark.parametrize("names", ["aw", "wa"])
 def test_rows_may_be_none_whatever_the_order_of_the_inputs(names):
-    given = {"a": torch.ones(0, 5, requires_grad=True), "w": torch.ones(0, 1, requires_grad=True)}
-    found = raymoe.pointwise("w * a", **{name: given[name] for name in names})
+    inputs = {"a": torch.ones(0, 5, requires_grad=True), "w": torch.ones(0, 1, requires_grad=True)}
+    found = raymoe.pointwise("w * a", **{name: inputs[name] for name in names})
     assert found.shape == (0, 5)
     found.sum().backward()
-    assert given["a"].grad.shape == (0, 5) and given["w"].grad.shape == (0, 1)
+    assert inputs["a"].grad.shape == (0, 5) and inputs["w"].grad.shape == (0, 1)
 
 
 def test_numbers_are_those_that_float32_has():

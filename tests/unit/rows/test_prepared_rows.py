@@ -17,7 +17,6 @@ from raymoe.moe.few_rows import FewRows
 from raymoe.moe.router_formulas import RouterForm
 from raymoe.moe.router_kernels import Route, RouteBackward, RouterSums, runs_of
 from raymoe.rows.elementwise_kernels import Pointwise, Swiglu, SwigluBackward, new_piece_sums
-from raymoe.rows.launch import KernelCall
 from raymoe.rows.norm_kernels import LayerNorm, LayerNormBackward, RmsNorm, RmsNormBackward
 from raymoe.rows.pipe_shape import (
     Limits,
@@ -28,6 +27,7 @@ from raymoe.rows.pipe_shape import (
     row_breaks,
     row_shape,
 )
+from raymoe.rows.row_launch import KernelCall
 from tests.unit.rows.rows_driver import Counters, Enqueued, RowsDriver
 
 BF16, F16, F32 = torch.bfloat16, torch.float16, torch.float32
@@ -38,9 +38,9 @@ LIMITS = (Limits(), Limits(), Limits(48), Limits(1), Limits(stages=3), Limits(48
 
 @pytest.fixture
 def driver(monkeypatch: pytest.MonkeyPatch) -> RowsDriver:
-    made = RowsDriver(monkeypatch)
-    Counters(monkeypatch, made)
-    return made
+    rows_driver = RowsDriver(monkeypatch)
+    Counters(monkeypatch, rows_driver)
+    return rows_driver
 
 
 class Draw:
@@ -108,14 +108,14 @@ def both(draw: Draw, call: Any) -> list[KernelCall]:
 
 def rms_norm_backward(draw: Draw) -> Made:
     total = draw.matrix(gap=0) if draw.more else None
-    given = draw.matrix(), draw.matrix(gap=0), draw.vector(), draw.matrix(gap=0), draw.vector()
-    call = RmsNormBackward(*given, 1e-6, total)
+    tensors = draw.matrix(), draw.matrix(gap=0), draw.vector(), draw.matrix(gap=0), draw.vector()
+    call = RmsNormBackward(*tensors, 1e-6, total)
     return lambda: call.launch(draw.limits), both(draw, call)
 
 
 def layer_norm_backward(draw: Draw) -> Made:
-    given = draw.matrix(gap=0), draw.matrix(), draw.vector(), draw.matrix(gap=0), draw.vector(), draw.vector()
-    call = LayerNormBackward(*given, 1e-6)
+    tensors = draw.matrix(gap=0), draw.matrix(), draw.vector(), draw.matrix(gap=0), draw.vector(), draw.vector()
+    call = LayerNormBackward(*tensors, 1e-6)
     return lambda: call.launch(draw.limits), both(draw, call)
 
 
@@ -162,16 +162,16 @@ def route(draw: Draw) -> Made:
 
 
 def route_backward(draw: Draw) -> Made:
-    given = torch.zeros(draw.rows, 64, dtype=draw.dtype), torch.zeros(draw.rows, 4, dtype=torch.int64)
+    tensors = torch.zeros(draw.rows, 64, dtype=draw.dtype), torch.zeros(draw.rows, 4, dtype=torch.int64)
     form, dweights = RouterForm(64, 4, normalise=draw.more, scale=2.5), torch.zeros(draw.rows, 4)
-    kernel = RouteBackward(form, dweights, *given, torch.zeros(draw.rows, 64, dtype=draw.dtype))
+    kernel = RouteBackward(form, dweights, *tensors, torch.zeros(draw.rows, 64, dtype=draw.dtype))
     return kernel.launch, [kernel.kernel_call()]
 
 
 def router_sums(draw: Draw) -> Made:
     runs, _ = runs_of(draw.rows)
-    given = torch.zeros(draw.rows, 64, dtype=draw.dtype), torch.zeros(draw.rows, 4, dtype=torch.int64)
-    kernel = RouterSums(draw.more, *given, torch.zeros(runs, 64), torch.zeros(runs, 64, dtype=torch.int32))
+    tensors = torch.zeros(draw.rows, 64, dtype=draw.dtype), torch.zeros(draw.rows, 4, dtype=torch.int64)
+    kernel = RouterSums(draw.more, *tensors, torch.zeros(runs, 64), torch.zeros(runs, 64, dtype=torch.int32))
     return kernel.launch, [kernel.kernel_call()]
 
 
@@ -195,16 +195,16 @@ NOT_COMPARED = ("partials", "work.taken")
 def differences(found: Enqueued, want: KernelCall, sms: int) -> list[str]:
     shape = Shape(want.blocks(sms), want.threads, want.shared_bytes)
     params = bytearray(bytes(want.params.packed()))
-    mine = bytearray(found.params)
+    enqueued = bytearray(found.params)
     for name in NOT_COMPARED:
         if name in want.params.offsets():
             offset, size = want.params.place(name)
-            params[offset : offset + size] = mine[offset : offset + size] = bytes(size)
+            params[offset : offset + size] = enqueued[offset : offset + size] = bytes(size)
     equal = {
         "source": found.source == want.source,
         "shape": Shape(found.blocks, found.threads, found.shared_bytes) == shape,
         "early": found.early == want.early,
-        "params": params == mine,
+        "params": params == enqueued,
     }
     return [name for name, same in equal.items() if not same]
 
@@ -220,9 +220,9 @@ def test_a_prepared_launch_is_the_one_that_is_computed_anew(
             launch, wanted = function(draw)
             found = driver.launches_of(launch)
             assert len(found) == len(wanted)
-            for mine, want in zip(found, wanted, strict=True):
+            for launched, want in zip(found, wanted, strict=True):
                 sms = 132 if function in UNLIMITED else min(draw.limits.sms or 132, 132)
-                assert not differences(mine, want, sms), f"{function.__name__}, seed {seed}, {draw.rows} rows"
+                assert not differences(launched, want, sms), f"{function.__name__}, seed {seed}, {draw.rows} rows"
     packed = len(driver.loaded)
     assert packed < len(driver.enqueued) / 2, "kernels are shared"
 
@@ -260,7 +260,7 @@ def test_tensors_of_another_kind_are_checked(driver: RowsDriver) -> None:
 
 def works() -> list[tuple[RowWork, Limits]]:
     pick = random.Random(7).choice
-    made = []
+    drawn = []
     for _ in range(120):
         item, inputs = pick((2, 4)), pick((1, 2, 3))
         limits = Limits(
@@ -269,8 +269,8 @@ def works() -> list[tuple[RowWork, Limits]]:
         hidden = pick((8, 64, 72, 128, 1024, 4096, 4104, 7168, 16384, 32768))
         flags = [pick((False, False, True)) for _ in range(4)]
         work = RowWork(1, hidden, 8 * item * inputs, inputs, pick((8, 12, 20, 36)), pick((0, 0, 1, 2)), *flags)
-        made.append((work, limits))
-    return made
+        drawn.append((work, limits))
+    return drawn
 
 
 @pytest.mark.parametrize(("choose", "breaks_of"), [(row_shape, row_breaks), (piece_shape, piece_breaks)])

@@ -23,7 +23,7 @@ FUNCTIONS: dict[str, Function] = {
 }
 TRANSFORMS: dict[str, Callable[[Function, torch.Tensor], object]] = {
     "jvp": lambda function, x: torch.func.jvp(function, (x,), (x,)),
-    "grad": lambda function, x: torch.func.grad(lambda given: function(given).sum())(x),
+    "grad": lambda function, x: torch.func.grad(lambda leaf: function(leaf).sum())(x),
     "vjp": lambda function, x: torch.func.vjp(function, x),
     "jvp in vmap": lambda function, x: torch.func.vmap(lambda row: torch.func.jvp(function, (row,), (row,)))(x[None]),
 }

@@ -53,11 +53,11 @@ def neighbours(world: raymoe.World, message: torch.Tensor) -> torch.Tensor:
 def layers(world: raymoe.World, block: torch.nn.Module, x: torch.Tensor) -> torch.Tensor:
     spec = raymoe.ExchangeSpec(tokens=128, hidden=1024, experts=32, topk=4)
     router = RouterForm(experts=32, topk=4, score="sigmoid", groups=8, topk_groups=4)
-    made = raymoe.MoELayer(world, spec, LayerForm(ffn=512, router=router, norm=1e-6, residual=True))
+    layer = raymoe.MoELayer(world, spec, LayerForm(ffn=512, router=router, norm=1e-6, residual=True))
     taken = raymoe.MoELayer.from_block(block, world, tokens=128)
-    y: torch.Tensor = taken(made(x))
-    got = dispatch(made.exchange, y, torch.zeros(128, 4, dtype=torch.int64), torch.ones(128, 4))
-    return combine(made.exchange, got.x, got, weighted=False)
+    y: torch.Tensor = taken(layer(x))
+    got = dispatch(layer.exchange, y, torch.zeros(128, 4, dtype=torch.int64), torch.ones(128, 4))
+    return combine(layer.exchange, got.x, got, weighted=False)
 
 
 def main(rank: int, size: int) -> None:

@@ -22,7 +22,7 @@ from raymoe.cuda.jit import KernelSource
 from raymoe.cuda.launch import Function, Kernels, Shape, SizedLaunch
 from raymoe.cuda.params import Params
 from raymoe.errors import ConfigError, CudaError
-from raymoe.rows.pipe_shape import PipeShape, blocks_of
+from raymoe.rows.pipe_shape import Limits, PipeShape, blocks_of
 from raymoe.rows.tile_counters import TileCounters
 
 LEAST_CAPABILITY = (9, 0)
@@ -189,6 +189,24 @@ class RowsDevice:
         prepared = Prepared(self, call, None, names)
         self.keep(kind, rows, call.breaks, prepared)
         return prepared
+
+    def launch_first(
+        self,
+        kind: Hashable,
+        rows: int,
+        values: Sequence[int] | None,
+        call: KernelCall,
+        limits: Limits,
+        names: Sequence[str],
+    ) -> None:
+        """Launch the first call with tensors of a kind, and prepare later ones, which set `names` to `values`. Without
+        values, or without tiles, nothing is prepared."""
+        if values is None or not call.tiles:
+            self.run(call, limits.sms)
+            return
+        prepared = PreparedRows(self, call, limits.sms, names)
+        self.keep(kind, rows, call.breaks, prepared)
+        prepared.of_rows(rows, values)
 
     def run(self, call: KernelCall, sms: int | None) -> None:
         """Launch a call as it is; without tiles there is nothing to do."""
