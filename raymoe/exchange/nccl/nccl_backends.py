@@ -135,8 +135,8 @@ class NcclRounds:
         try:
             if self._world.waiter.until(op, lagging()[0], is_done, self._world.timeout_s):
                 return
-            peer, seen, mine = lagging()
-            raise PeerTimeout(op, mine, peer, mine, seen, time.monotonic() - start, self._world.rank)
+            peer, seen, expected = lagging()
+            raise PeerTimeout(op, expected, peer, expected, seen, time.monotonic() - start, self._world.rank)
         except RaymoeError:
             self._group.abort()  # ends NCCL's waits on the device
             raise
@@ -144,12 +144,12 @@ class NcclRounds:
 
 @dataclass(frozen=True)
 class CombinedGradients:
-    """What a combine of a backward pass takes home beside rows: the gradients of weights."""
+    """The gradients of weights that a combine of a backward pass returns beside the rows."""
 
     numbers: torch.Tensor | None
     """float32[C]: the number of each place."""
     out: torch.Tensor | None
-    """float32[T', K]: for the numbers of this rank's entries."""
+    """float32[T', K]: the memory for the numbers of this rank's entries."""
 
 
 NO_GRADIENTS = CombinedGradients(None, None)
@@ -182,7 +182,7 @@ class NcclAllgather:
         self._own_rows = self._own.view(dtype)
         peers = [rank for rank in range(world.size) if rank != world.rank]
         self._sends, self._receives = (
-            {rank: block[rank] for rank in peers} for block in (blocks.leaving, blocks.returned)
+            {rank: block[rank] for rank in peers} for block in (blocks.outgoing, blocks.returned)
         )
 
     @torch.no_grad()
@@ -192,11 +192,10 @@ class NcclAllgather:
 
     @torch.no_grad()
     def dispatch_again(self, tokens: Tokens, out: torch.Tensor | None, forward: Dispatched) -> Dispatched:
-        home = forward.saved(SavedMemory)
+        state = forward.saved(SavedMemory)
         with self._launcher.ordered("dispatch") as stream, self._memory():
-            got = self._dispatch(stream, tokens, out, home.used_on(stream), forward.site)
-            kept = got.saved(SavedMemory)
-            self._kernels.compare_passes(stream, self._kernels.rows_of(got), kept.memory)
+            got = self._dispatch(stream, tokens, out, state.used_on(stream), forward.site)
+            self._kernels.compare_passes(stream, self._kernels.rows_of(got), got.saved(SavedMemory).memory)
             return got
 
     def _dispatch(
@@ -208,33 +207,33 @@ class NcclAllgather:
         site: int = 0,
     ) -> Dispatched:
         kernels = self._kernels
-        kept = kernels.new_memory()
-        kernels.write_metadata(stream, tokens, kept, forward, site)
-        self._rounds.all_gather(*kernels.metadata(kept))
+        saved = kernels.new_memory()
+        kernels.write_metadata(stream, tokens, saved, forward, site)
+        self._rounds.all_gather(*kernels.metadata(saved))
         got = kernels.new(tokens, out, self)
-        got._saved = SavedMemory(kept, stream)
+        got._saved = SavedMemory(saved, stream)
         self._gather(tokens.x)
-        kernels.number(stream, got, kept)
+        kernels.number(stream, got, saved)
         if out is not None:
-            kernels.place(stream, got, kept)
+            kernels.place(stream, got, saved)
         return got
 
     def _gather(self, x: torch.Tensor) -> None:
         """Gather the rows of all ranks into the table."""
-        given = len(x)
-        if given < self._spec.tokens:
-            self._own_rows[:given].copy_(x)
-        self._rounds.all_gather(self._arriving, self._own if given < self._spec.tokens else x.view(torch.uint8))
+        rows, fewer = len(x), len(x) < self._spec.tokens
+        if fewer:
+            self._own_rows[:rows].copy_(x)
+        self._rounds.all_gather(self._arriving, self._own if fewer else x.view(torch.uint8))
 
     @torch.no_grad()
     def dispatch_known(self, x: torch.Tensor, got: Dispatched, out: torch.Tensor) -> None:
-        home = got.saved(SavedMemory)
+        state = got.saved(SavedMemory)
         with self._launcher.ordered("dispatch") as stream:
-            kept = home.used_on(stream)
+            saved = state.used_on(stream)
             # Ranks that dispatch gather their ids and weights here: all operations of a kind are the same for NCCL.
-            self._rounds.all_gather(*self._kernels.write_pass(stream, kept, got.site))
+            self._rounds.all_gather(*self._kernels.write_pass(stream, saved, got.site))
             self._gather(x)
-            self._kernels.place(stream, replace(got, x=out), kept)
+            self._kernels.place(stream, replace(got, x=out), saved)
             self._kernels.compare_passes(stream, out)
 
     @torch.no_grad()
@@ -247,23 +246,22 @@ class NcclAllgather:
         got: Dispatched,
         weighted: bool,
         out: torch.Tensor,
-        carried: CombinedGradients = NO_GRADIENTS,
+        gradients: CombinedGradients = NO_GRADIENTS,
     ) -> None:
-        home = got.saved(SavedMemory)
+        state = got.saved(SavedMemory)
         with self._launcher.ordered("combine") as stream:
-            kept = home.used_on(stream)
-            self._kernels.sum_entries(stream, rows, kept, weighted, carried.numbers, got.site)
+            saved = state.used_on(stream)
+            self._kernels.sum_entries(stream, rows, saved, weighted, gradients.numbers, got.site)
             if self._sends:
                 self._rounds.exchange(self._receives, self._sends)
-            self._kernels.sum_ranks(stream, kept, out, carried.out)
+            self._kernels.sum_ranks(stream, saved, out, gradients.out)
 
     @property
     def metadata_words(self) -> int:
         return self._kernels.metadata_words
 
     def pack(self, got: Dispatched) -> torch.Tensor:
-        home = got.saved(SavedMemory)
-        return self._kernels.packed(home.memory, got)
+        return self._kernels.packed(got.saved(SavedMemory).memory, got)
 
     def unpack(self, metadata: torch.Tensor, rows: torch.Tensor, weights: torch.Tensor, ids: Ids) -> Dispatched:  # noqa: ARG002
         return self._kernels.unpacked(metadata, weights, ids, self)
@@ -290,7 +288,7 @@ class NcclAllgather:
         return self._kernels.refused_words
 
     def backward_record(self) -> torch.Tensor:
-        """The same words for dispatches in backward passes."""
+        """The words that a refused dispatch in a backward pass writes where the first one is 0."""
         return self._kernels.refused_passes
 
     def mark_passes(self, word: torch.Tensor) -> None:
@@ -317,12 +315,12 @@ class NcclAllgather:
 
 _NUMBER_BITS, _FORM_BITS = 32, 2
 _MOST_KNOWN = 64
-"""Storages of metadata, beside those that live, that are noted before those of dead tensors are forgotten."""
+"""Beside twice the live storages of metadata, how many are noted before those of dead tensors are forgotten."""
 
 
 @dataclass(frozen=True)
 class HostNumbers:
-    """The numbers of a dispatch that the host keeps."""
+    """The numbers of a dispatch on the host."""
 
     number: int
     """The dispatch, counted from 1."""
@@ -331,7 +329,7 @@ class HostNumbers:
 
     @classmethod
     def of_record(cls, record: torch.Tensor, ranks: int) -> HostNumbers:
-        """Take them from the bytes of a `DispatchRecord`."""
+        """Take the numbers from the bytes of a `DispatchRecord`."""
         at, words = DispatchRecord.offsets(), record.view(torch.int32)
         sent, received = (words[at[name] // 4 :][:ranks].tolist() for name in ("rows_to", "rows_from"))
         return cls(int(record.view(torch.int64)[at["number"] // 8]), sent, received)
@@ -350,7 +348,7 @@ class NumbersByMetadata:
 
     def add(self, metadata: torch.Tensor, numbers: HostNumbers) -> None:
         if len(self._known) >= self._most:
-            self._known = {key: each for key, each in self._known.items() if not each[0].expired()}
+            self._known = {key: known for key, known in self._known.items() if not known[0].expired()}
             self._most = 2 * len(self._known) + _MOST_KNOWN
         reference = _StorageWeakRef(metadata.untyped_storage())
         self._known[reference.cdata] = reference, numbers
@@ -363,10 +361,9 @@ class NumbersByMetadata:
 
 
 @dataclass(frozen=True)
-class SavedCounts:
-    """The state of a dispatch that its combine needs."""
+class SavedCounts(SavedMemory):
+    """The memory that a dispatch saves for its combine, and the numbers on the host."""
 
-    kept: SavedMemory
     numbers: HostNumbers
 
 
@@ -381,7 +378,7 @@ class NcclCollective:
 
     Word (rank, parity) is {combines so far, dispatch, form}. That rank writes it, at every rank, after the word of its
     call site. There are two of each, because a peer may be one combine ahead. The form is whether the combine is
-    weighted, plus CARRIES if it takes numbers home.
+    weighted, plus CARRIES if it returns numbers of entries.
     """
 
     capturable = False
@@ -395,8 +392,8 @@ class NcclCollective:
         self._peers = [rank for rank in range(size) if rank != world.rank]
         self._arriving = blocks.table[:-1].view(size, spec.tokens, -1).unbind()
         self._packed = blocks.packed.unbind()
-        self._sums, self._returned = (each.view(size, -1).unbind() for each in (blocks.leaving, blocks.returned))
-        self._numbers, self._returned_numbers = blocks.leaving_numbers.unbind(), blocks.returned_numbers.unbind()
+        self._sums, self._returned = (sums.view(size, -1).unbind() for sums in (blocks.outgoing, blocks.returned))
+        self._numbers, self._returned_numbers = blocks.outgoing_numbers.unbind(), blocks.returned_numbers.unbind()
         self._host_counts = launcher.words(1 + 2 * size)
         self._dispatches = self._combines = 0
         self._numbers_of = NumbersByMetadata()
@@ -420,9 +417,8 @@ class NcclCollective:
         """Dispatch in a backward pass. The passes of all ranks come with their ids, and a kernel compares them."""
         state = forward.saved(SavedCounts)
         with self._launcher.ordered("dispatch") as stream:
-            got = self._dispatch(stream, tokens, out, state.kept.used_on(stream), forward.site)
-            state = got.saved(SavedCounts)
-            self._kernels.compare_passes(stream, self._kernels.rows_of(got), state.kept.memory)
+            got = self._dispatch(stream, tokens, out, state.used_on(stream), forward.site)
+            self._kernels.compare_passes(stream, self._kernels.rows_of(got), got.saved(SavedCounts).memory)
             return got
 
     @torch.no_grad()
@@ -436,19 +432,19 @@ class NcclCollective:
     def pack(self, got: Dispatched) -> torch.Tensor:
         """Pack what the device needs. The host's numbers stay on the host, and in the dispatch's record."""
         state = got.saved(SavedCounts)
-        metadata = self._kernels.packed(state.kept.memory, got)
+        metadata = self._kernels.packed(state.memory, got)
         self._numbers_of.add(metadata, state.numbers)
         return metadata
 
     def unpack(self, metadata: torch.Tensor, rows: torch.Tensor, weights: torch.Tensor, ids: Ids) -> Dispatched:  # noqa: ARG002
         """Make the result of a dispatch again. For a copy of the metadata the host waits, with a limit."""
         got = self._kernels.unpacked(metadata, weights, ids, self)
-        kept = got.saved(SavedMemory)
+        state = got.saved(SavedMemory)
         numbers = self._numbers_of.of(metadata)
-        if numbers is None:  # a hook of autograd, for example, keeps what a backward pass needs on the CPU
-            record = self._rounds.read("combine", self._kernels.record_of(kept.memory))
+        if numbers is None:  # a hook of autograd, for example, moves what a backward pass needs to the CPU and back
+            record = self._rounds.read("combine", self._kernels.record_of(state.memory))
             numbers = HostNumbers.of_record(record, self._world.size)
-        got._saved = SavedCounts(kept, numbers)
+        got._saved = SavedCounts(state.memory, state.stream, numbers)
         return got
 
     @torch.no_grad()
@@ -484,13 +480,13 @@ class NcclCollective:
         site: int = 0,
     ) -> Dispatched:
         kernels = self._kernels
-        kept = kernels.new_memory()
+        saved = kernels.new_memory()
         self._dispatches += 1
-        kernels.write_metadata(stream, tokens, kept, forward, site)
-        self._rounds.all_gather(*kernels.metadata(kept))
+        kernels.write_metadata(stream, tokens, saved, forward, site)
+        self._rounds.all_gather(*kernels.metadata(saved))
         got = kernels.new(tokens, out, self)  # here, because the device is busy now
-        kernels.number(stream, got, kept, self._host_counts)
-        kernels.pack(stream, tokens, kept, own=out is None)
+        kernels.number(stream, got, saved, self._host_counts)
+        kernels.pack(stream, tokens, saved, own=out is None)
         self._rounds.wait("dispatch", self._counts_are_here)
         self._world.waiter.fence()  # orders the load of the dispatch's number before the loads of the counts
         row_counts, size = self._host_counts.read(1, 2 * self._world.size), self._world.size
@@ -501,8 +497,8 @@ class NcclCollective:
                 {rank: self._packed[rank][: send_counts[rank]] for rank in self._peers},
             )
         if out is not None:
-            kernels.place(stream, got, kept, own=tokens.x)
-        got._saved = SavedCounts(SavedMemory(kept, stream), HostNumbers(self._dispatches, send_counts, receive_counts))
+            kernels.place(stream, got, saved, own=tokens.x)
+        got._saved = SavedCounts(saved, stream, HostNumbers(self._dispatches, send_counts, receive_counts))
         return got
 
     def _combine(
@@ -511,22 +507,22 @@ class NcclCollective:
         got: Dispatched,
         weighted: bool,
         out: torch.Tensor,
-        carried: CombinedGradients = NO_GRADIENTS,
+        gradients: CombinedGradients = NO_GRADIENTS,
     ) -> None:
         state = got.saved(SavedCounts)
-        form = weighted + (0 if carried.numbers is None else CARRIES)
+        form = weighted + (0 if gradients.numbers is None else CARRIES)
         self._announce_combine(state.numbers.number, form, got.site)
         with self._launcher.ordered("combine") as stream:
-            kept = state.kept.used_on(stream)
-            self._kernels.sum_entries(stream, rows, kept, weighted, carried.numbers, got.site)
+            saved = state.used_on(stream)
+            self._kernels.sum_entries(stream, rows, saved, weighted, gradients.numbers, got.site)
             if not self._all_combine_the_same():
                 out.fill_(torch.nan)
-                if carried.out is not None:
-                    carried.out.fill_(torch.nan)
+                if gradients.out is not None:
+                    gradients.out.fill_(torch.nan)
                 return
             if self._peers:
-                self._exchange(state.numbers, carried.numbers is not None)
-            self._kernels.sum_ranks(stream, kept, out, carried.out)
+                self._exchange(state.numbers, gradients.numbers is not None)
+            self._kernels.sum_ranks(stream, saved, out, gradients.out)
 
     def _exchange(self, counts: HostNumbers, entries: bool) -> None:
         """Exchange the sums of a combine, and the numbers of its entries."""
@@ -556,12 +552,12 @@ class NcclCollective:
             words[at] = word
 
     def _announced(self, words: Sequence[Words]) -> list[int]:
-        """The words of all ranks for this combine."""
-        mine, turn = words[self._world.rank], self._combines % 2
-        return [mine[2 * rank + turn] for rank in range(self._world.size)]
+        """Return the words of all ranks for this combine."""
+        own, turn = words[self._world.rank], self._combines % 2
+        return [own[2 * rank + turn] for rank in range(self._world.size)]
 
     def _combines_begun(self) -> list[int]:
-        """How many combines each rank has begun, by these words."""
+        """Return how many combines each rank has begun, by these words."""
         return [word >> _NUMBER_BITS + _FORM_BITS for word in self._announced(self._words)]
 
     def _lagging(self) -> tuple[int, int, int]:
@@ -570,16 +566,15 @@ class NcclCollective:
         return combined.index(seen), seen, self._combines
 
     def _all_combine_the_same(self) -> bool:
-        """Whether all ranks combine the same dispatch in the same way. All ranks get the same answer."""
+        """Whether all ranks combine one dispatch in one way. All ranks get the same answer."""
         self._rounds.wait("combine", lambda: min(self._combines_begun()) >= self._combines, self._lagging)
         self._world.waiter.fence()  # orders the loads of these words before those of the sites
-        found, sites = self._announced(self._words), self._announced(self._sites)
-        if len(set(found)) == len(set(sites)) == 1:
+        words, sites = self._announced(self._words), self._announced(self._sites)
+        if len(set(words)) == len(set(sites)) == 1:
             return True
         forms, last = (1 << _FORM_BITS) - 1, (1 << _NUMBER_BITS) - 1
-        said = [
+        self._differing = self._differing or [
             Refusal(Cause.NONE, word & forms | site << SITE_SHIFT, word >> _FORM_BITS & last)
-            for word, site in zip(found, sites, strict=True)
+            for word, site in zip(words, sites, strict=True)
         ]
-        self._differing = self._differing or said
         return False

@@ -68,12 +68,12 @@ def test_memory_that_a_second_stream_reads_is_lent_to_it(kind: str, form: str, s
 
 
 def test_nccl_backends_lend_memory_to_a_second_stream() -> None:
-    kept = SavedMemory(torch.zeros(4), FIRST)
+    saved = SavedMemory(torch.zeros(4), FIRST)
     with mock.patch("raymoe.exchange.nccl.nccl_kernels.keep_for_current_stream") as lent:
-        assert kept.used_on(FIRST) is kept.memory
+        assert saved.used_on(FIRST) is saved.memory
         lent.assert_not_called()
-        assert kept.used_on(SECOND) is kept.memory
-        lent.assert_called_once_with(kept.memory)
+        assert saved.used_on(SECOND) is saved.memory
+        lent.assert_called_once_with(saved.memory)
 
 
 def storages(lent: mock.Mock) -> set[int]:

@@ -39,7 +39,7 @@ class Rank:
 
     kernels: RoundKernels
     got: Dispatched
-    kept: torch.Tensor
+    saved: torch.Tensor
     heard: EmulatedWords
 
 
@@ -57,33 +57,33 @@ class Ranks:
     def dispatch(self, sent: Sequence[Tokens]) -> list[Rank]:
         ranks = []
         for kernels, tokens in zip(self.kernels, sent, strict=True):
-            got, kept = self.new(kernels, tokens)
-            kernels.write_metadata(0, tokens, kept)
-            ranks.append(Rank(kernels, got, kept, self.launcher.words(1 + 2 * len(self.kernels))))
-        metadata = [rank.kernels.metadata(rank.kept)[1].clone() for rank in ranks]
+            got, saved = self.new(kernels, tokens)
+            kernels.write_metadata(0, tokens, saved)
+            ranks.append(Rank(kernels, got, saved, self.launcher.words(1 + 2 * len(self.kernels))))
+        metadata = [rank.kernels.metadata(rank.saved)[1].clone() for rank in ranks]
         for rank in ranks:
-            rank.kernels.metadata(rank.kept)[0].copy_(torch.cat(metadata))
-            rank.kernels.number(0, rank.got, rank.kept, rank.heard)
+            rank.kernels.metadata(rank.saved)[0].copy_(torch.cat(metadata))
+            rank.kernels.number(0, rank.got, rank.saved, rank.heard)
         self.move(ranks, sent)
         for rank, tokens in zip(ranks, sent, strict=True):
             if rank.got.index is None:
-                rank.kernels.place(0, rank.got, rank.kept, tokens.x if self.compact else None)
+                rank.kernels.place(0, rank.got, rank.saved, tokens.x if self.compact else None)
         return ranks
 
     def new(self, kernels: RoundKernels, tokens: Tokens) -> tuple[Dispatched, torch.Tensor]:
         shape, dtype = (self.spec.rows(self.case.ranks), self.spec.hidden), tokens.x.dtype
         out = torch.full(shape, torch.nan, dtype=dtype) if self.spec.layout == "expert" else None
-        got, kept = kernels.new(tokens, out, kernels), kernels.new_memory()
-        for tensor in (got.weights, got.expert_offsets, got.expert_counts, got.index, kept):
+        got, saved = kernels.new(tokens, out, kernels), kernels.new_memory()
+        for tensor in (got.weights, got.expert_offsets, got.expert_counts, got.index, saved):
             if tensor is not None:
                 tensor.view(torch.uint8).fill_(0xEE)
         blocks = kernels.blocks
         for block in (
-            *(blocks.leaving, blocks.returned, blocks.packed, blocks.leaving_numbers, blocks.returned_numbers),
+            *(blocks.outgoing, blocks.returned, blocks.packed, blocks.outgoing_numbers, blocks.returned_numbers),
         ):
             block.fill_(0xEE)
         kernels.blocks.table[:-1].fill_(0xEE)
-        return got, kept
+        return got, saved
 
     def move(self, ranks: list[Rank], sent: Sequence[Tokens]) -> None:
         """Copy every rank's rows into the tables of all ranks."""
@@ -94,7 +94,7 @@ class Ranks:
                 for table in tables:
                     table[source, : len(mine.x)].view(mine.x.dtype).copy_(mine.x)
                 continue
-            rank.kernels.pack(0, mine, rank.kept, own=rank.got.index is not None)
+            rank.kernels.pack(0, mine, rank.saved, own=rank.got.index is not None)
             for peer, count in enumerate(rank.heard.read(1, size)):
                 if peer != source:
                     tables[peer][source, :count] = rank.kernels.blocks.packed[peer, :count]
@@ -111,16 +111,16 @@ class Ranks:
     ) -> list[tuple[torch.Tensor, torch.Tensor]]:
         """Combine on all ranks; return y and the numbers of the entries of each."""
         for rank, made, times, theirs in zip(ranks, rows, weighted, numbers, strict=True):
-            rank.kernels.sum_entries(0, made, rank.kept, times, theirs)
+            rank.kernels.sum_entries(0, made, rank.saved, times, theirs)
         found = []
         for here, rank in enumerate(ranks):
             for peer, other in enumerate(ranks):
                 if peer != here:
-                    rank.kernels.blocks.returned[peer] = other.kernels.blocks.leaving[here]
-                    rank.kernels.blocks.returned_numbers[peer] = other.kernels.blocks.leaving_numbers[here]
+                    rank.kernels.blocks.returned[peer] = other.kernels.blocks.outgoing[here]
+                    rank.kernels.blocks.returned_numbers[peer] = other.kernels.blocks.outgoing_numbers[here]
             y = torch.full((rank.got.tokens, self.spec.hidden), 7, dtype=rows[here].dtype)
             entries = torch.full((rank.got.tokens, self.spec.topk), 7.0)
-            rank.kernels.sum_ranks(0, rank.kept, y, None if numbers[here] is None else entries)
+            rank.kernels.sum_ranks(0, rank.saved, y, None if numbers[here] is None else entries)
             found.append((y, entries))
         return found
 

@@ -78,7 +78,7 @@ def test_many_experts_and_ranks_are_correct_on_blocks_of_8_warps(
 
 INJECTED_BUGS = {
     "ids of tokens that are not there": Change(
-        "publish_routing.cu", "if (entry < there) {", "if (entry < p.given * 3) {"
+        "publish_routing.cu", "if (entry < there) {", "if (entry < p.x_rows * 3) {"
     ),
     "entries are stored before all are counted": Change(
         "count_entries.cu",
@@ -86,7 +86,7 @@ INJECTED_BUGS = {
         "for (u32 i = threadIdx.x; i < words",
     ),
     "runs before this one are forgotten": Change(
-        "numbering.cuh", "before += first + i * warps_ < blockIdx.x ? found[i] : 0;", ""
+        "numbering.cuh", "before += first + i * warps_ < blockIdx.x ? counts[i] : 0;", ""
     ),
     "tokens of runs before this one are forgotten": Change(
         "numbering.cuh", "over_runs(p_, run_.source, run_.number, memory_.local + way)", "0"
@@ -115,24 +115,24 @@ INJECTED_BUGS = {
         "sum_entries.cu", "ptx::load_4(record->rows_from + rank)", "ptx::load_4(record->rows_to + rank)"
     ),
     "the own sums out of what came": Change(
-        "sum_ranks.cu", "rank == p.memory.rank ? p.leaving : p.returned", "p.returned"
+        "sum_ranks.cu", "rank == p.memory.rank ? p.outgoing : p.returned", "p.returned"
     ),
     "a number of every entry": Change("sum_entries.cu", "ptx::load_4_if(place != NOWHERE,", "ptx::load_4_if(true,"),
     "numbers of the first entry": Change(
-        "sum_entries.cu", "p.kept + memory.places + entry * 4ull", "p.kept + memory.places"
+        "sum_entries.cu", "p.saved + memory.places + entry * 4ull", "p.saved + memory.places"
     ),
     "the own numbers out of what came": Change(
-        "sum_ranks.cu", "rank == memory.rank ? p.leaving_numbers : p.returned_numbers", "p.returned_numbers"
+        "sum_ranks.cu", "rank == memory.rank ? p.outgoing_numbers : p.returned_numbers", "p.returned_numbers"
     ),
     "the numbers of one rank": Change("sum_ranks.cu", "number |= ptx", "number = ptx"),
     "numbers in the place of another rank's": Change(
         "sum_ranks.cu", "block + static_cast<u64>(rank) * p.number_stride + entry * 4ull", "block + entry * 4ull"
     ),
     "sums in the place of another block's": Change(
-        "sum_entries.cu", "p.leaving + skew_of(source, p.skew) +", "p.leaving +"
+        "sum_entries.cu", "p.outgoing + skew_of(source, p.skew) +", "p.outgoing +"
     ),
     "a status in the place of another block's": Change(
-        "sum_entries.cu", "p.leaving + skew_of(rank, p.skew) +", "p.leaving +"
+        "sum_entries.cu", "p.outgoing + skew_of(rank, p.skew) +", "p.outgoing +"
     ),
     "blocks without their numbers": Change("sum_ranks.cu", " + skew_of(rank, p.skew);", ";"),
     "the pass after another's weights": Change(
@@ -265,12 +265,12 @@ def test_combines_that_differ_are_refused_by_all_ranks() -> None:
 def test_entries_without_a_row_are_not_read() -> None:
     """Entries 1 and 3 have no row, and there is no memory after the source's last row."""
     rows = torch.arange(64, dtype=torch.uint8).view(2, 32)
-    kept = torch.tensor([0, 2**32 - 1, 1, 3, 0, 2, 7, 2**32 - 1], dtype=torch.int64).to(torch.int32)
+    saved = torch.tensor([0, 2**32 - 1, 1, 3, 0, 2, 7, 2**32 - 1], dtype=torch.int64).to(torch.int32)
     out = torch.full((4, 32), 200, dtype=torch.uint8)
     params = SpreadParams(source=0, to=16, count=4, stride=1, width=1, row_bytes=32, pieces=1)
-    kept[:4] = torch.tensor([0, -1, 1, -1])
-    kept[4:] = torch.tensor([3, 0, 1, 2])
-    EmulatedLauncher().ready(SPREAD, Shape(2, 64), params, rows=rows, out=out, kept=kept)(0)
+    saved[:4] = torch.tensor([0, -1, 1, -1])
+    saved[4:] = torch.tensor([3, 0, 1, 2])
+    EmulatedLauncher().ready(SPREAD, Shape(2, 64), params, rows=rows, out=out, saved=saved)(0)
     assert out.tolist() == [[200] * 32, rows[1].tolist(), [200] * 32, rows[0].tolist()]
 
 
