@@ -39,9 +39,9 @@ class RailRows:
         self.rows = rows
         self._shape, self._rail, self._me = shape, rail, shape.index
         self._blocks = shape.blocks(rows)
-        """Of each chunk, the rows of each domain."""
+        """For each chunk, the rows of each domain."""
         self.words = torch.zeros(1 + len(self._blocks), dtype=torch.int64, device=rows.device)
-        """The number of the crossing, then of each chunk the last crossing in which it came."""
+        """The number of the crossing, then for each chunk the last crossing in which it came."""
         self._side: Any = None
         if len(self._blocks) == 1:
             return
@@ -52,10 +52,10 @@ class RailRows:
             new_stream: Any = torch.cuda.Stream  # has no annotations
             self._side = new_stream(rows.device, priority=-1)
 
-    def put(self, mine: torch.Tensor) -> None:
-        """Copy this rank's own rows in. `mine` may have fewer rows than T."""
+    def put(self, own: torch.Tensor) -> None:
+        """Copy this rank's own rows in. `own` may have fewer rows than T."""
         for block, (begin, end) in zip(self._blocks, self._shape.chunks, strict=True):
-            part = mine[begin:end]
+            part = own[begin:end]
             block[self._me, : len(part)].copy_(part)
 
     @contextmanager

@@ -81,7 +81,7 @@ def test_offsets_and_counts_are_those_of_the_experts(shape: DomainShape) -> None
 
 
 INJECTED_BUGS = [
-    Change("publish_tokens.cu", "low <= p.given", "low <= p.tokens"),
+    Change("publish_tokens.cu", "low <= p.x_rows", "low <= p.tokens"),
     Change("publish_tokens.cu", "id < LOWEST_ID ? LOWEST_ID : id", "id"),
     Change("publish_tokens.cu", "!good && entry == 0", "!good && entry == 1"),
     Change("enter_domain.cu", "id < -1 || id >= p.experts ? id : -1", "-1"),

@@ -18,7 +18,7 @@ from raymoe.exchange.cpu.cpu_backend import CpuBackend
 from raymoe.exchange.domains import hierarchical_gpu
 from raymoe.exchange.domains.hierarchical import HierarchicalRows
 from raymoe.exchange.domains.hierarchical_gpu import HierarchicalGpu
-from raymoe.exchange.domains.rail_operation import begun
+from raymoe.exchange.domains.rail_operation import publish_failures
 from raymoe.exchange.exchange import Exchange
 from raymoe.memory.world import World
 from tests.unit.exchange.domains.test_hierarchical_gpu import BACKEND, SPEC, opened
@@ -145,7 +145,7 @@ def test_ranks_of_all_domains_learn_why_a_rank_failed(groups: Groups, backend: s
 def test_only_errors_of_the_ranks_own_are_told(error: Exception, raised: type[Exception], told: bool) -> None:
     reasons: list[str] = []
     rail: Any = SimpleNamespace(fail=reasons.append)
-    with pytest.raises(Exception) as caught, begun(rail, "combine", 3):
+    with pytest.raises(Exception) as caught, publish_failures(rail, "combine", 3):
         raise error
     reason = f"rank 3 {TOO_LATE[7:]}".format(op="combine", kind=type(error).__name__, error=error)
     assert (type(caught.value), reasons) == (raised, [reason] if told else [])
@@ -158,6 +158,6 @@ def test_a_mistake_in_a_capture_is_harmless() -> None:
     with (
         mock.patch.object(hierarchical_gpu, "capturing", lambda _: True),
         pytest.raises(ConfigError, match="a mistake"),
-        backend._begun("dispatch"),
+        backend._publish_failures("dispatch"),
     ):
         raise ConfigError("a mistake")
