@@ -122,7 +122,7 @@ class Backend(Protocol):
         """
 
     def combine(self, rows: torch.Tensor, got: Dispatched, weighted: bool, out: torch.Tensor) -> None:
-        """Send home the sums of `rows`, [C, H], and write all of y to `out`, [T', H]."""
+        """Return the sums of `rows`, [C, H], to their tokens' ranks, and write all of y to `out`, [T', H]."""
 
     # For gradients: a dispatch as one tensor, and the weights' gradients beside those of rows.
 
@@ -184,16 +184,8 @@ class SplitBackend(Protocol):
         """Wait for the ranks' sums and add them."""
 
 
-@runtime_checkable
-class Refuses(Protocol):
-    """A backend of CPU ranks, whose host reads what other ranks say of a combine."""
-
-    def refuse(self, got: Dispatched) -> None:
-        """Take part in the combine of a dispatch and let all ranks refuse it: all raise DataRefused."""
-
-
 @dataclass(slots=True)
-class Sent:
+class PendingCombine:
     """A combine between its send and its receive."""
 
     rows: torch.Tensor

@@ -32,7 +32,7 @@ class Calls:
         """Do nothing: this holds no resource."""
 
     def error(self, exchange: int, op: str, rank: int) -> ConfigError:
-        """The error for an operation that began during another."""
+        """Return the error for an operation that began during another."""
         other, other_op = self.current
         whose = "of this exchange" if other == exchange else "of an exchange that shares its memory or connections"
         return ConfigError(
