@@ -47,7 +47,7 @@ from typing import Any, Protocol, runtime_checkable
 
 import torch
 
-from raymoe.cuda.current import capturing
+from raymoe.cuda.current import CapturedMemory, capturing
 from raymoe.errors import Aborted, PeerTimeout, RaymoeError
 from raymoe.exchange.backend import Backend, Dispatched, Ids, Tokens
 from raymoe.exchange.domains.domain_shape import DomainShape, refusals_of_ranks
@@ -55,7 +55,6 @@ from raymoe.exchange.domains.rail_entries import RailEntries, RailTokens
 from raymoe.exchange.domains.rail_operation import publish_failures
 from raymoe.exchange.domains.rail_rows import RailRows
 from raymoe.exchange.domains.rail_sums import CombineStatus, RailSums
-from raymoe.exchange.nccl.nccl_backends import CapturedMemory
 from raymoe.exchange.nccl.nccl_kernels import Launcher
 from raymoe.exchange.peer.fused_chunks import RAIL_OP
 from raymoe.exchange.peer.kernel_result import keep_for_current_stream

@@ -2,144 +2,27 @@
 
 from __future__ import annotations
 
-import time
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext, suppress
+from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch.multiprocessing import reductions
 
-from raymoe.cuda.current import capturing, on
-from raymoe.errors import ConfigError, PeerTimeout, RaymoeError
+from raymoe.cuda.current import CapturedMemory
+from raymoe.errors import ConfigError, RaymoeError
 from raymoe.exchange.backend import Dispatched, Ids, Tokens
-from raymoe.exchange.nccl.nccl_kernels import Lagging, Launcher, RoundKernels, Rounds, SavedMemory
+from raymoe.exchange.nccl.nccl_kernels import Launcher, RoundKernels, SavedMemory
 from raymoe.exchange.nccl.rounds import DispatchRecord
 from raymoe.exchange.refusal import CARRIES, SITE_SHIFT, Cause, Refusal, raise_backward, raise_first
 from raymoe.exchange.spec import ExchangeSpec
 from raymoe.memory.layout import Layout, Region
 from raymoe.memory.wait import Words
-from raymoe.memory.world import CLOSING_S, World
-from raymoe.net.nccl import BackgroundWait, NcclGroup
+from raymoe.memory.world import World
+from raymoe.net.nccl_rounds import NcclRounds
 
-# Memory that captured calls allocate.
-
-_cuda: Any = torch.cuda  # torch.cuda lacks annotations
-_StorageWeakRef: Any = reductions.StorageWeakRef
-
-
-class CapturedMemory:
-    """A memory pool for allocations inside a capture: no other code may reuse them, because replays write to them.
-
-    The captured calls of one exchange share the pool, because they are replayed one after the other.
-    """
-
-    def __init__(self, device: torch.device) -> None:
-        self._device = device
-        with on(device):  # a pool belongs to the device that is current when it is made
-            self._pool: Any = _cuda.MemPool() if device.type == "cuda" else None
-
-    def __call__(self) -> AbstractContextManager[object]:
-        return _cuda.use_mem_pool(self._pool, self._device) if capturing(self._device) else nullcontext()
-
-    def close(self) -> None:
-        """Drop the pool now. If garbage collection freed it during a capture, torch would end the process.
-
-        Its memory stays until the tensors in it are freed.
-        """
-        self._pool = None
-
-
-# Rounds (collectives of all ranks) over NCCL, and bounded waits of the host.
-#
-# NCCL's own waits are not bounded. The host notices a missing peer, and aborts the group.
-
-_SPIN_S = 2e-3  # most rounds are done by then; a longer wait sleeps between polls
-
-
-class NcclRounds:
-    """An NCCL group and bounded waits for it.
-
-    All exchanges of a world share one (`World.shared`), because a communicator costs memory and takes a second to make.
-    After a failed wait the group is aborted.
-    """
-
-    def __init__(self, world: World) -> None:
-        self._world = world
-        self._group = NcclGroup(world)
-        once = torch.zeros(world.size + 1, dtype=torch.uint8, device=world.device)
-        self._group.all_gather(once[1:], once[:1])  # connects the ranks now: the first real one may be captured
-        self._spare = torch.zeros(2, 1, dtype=torch.uint8, device=world.device).unbind()
-        # On an abort this also ends a user's own wait for a stream.
-        self._forget = world.waiter.on_abort(lambda _: self._group.abort())
-
-    def all_gather(self, out: torch.Tensor, mine: torch.Tensor) -> None:
-        """Gather `mine` of all ranks into `out`, in rank order."""
-        self._group.all_gather(out, mine)
-
-    def exchange(self, receives: Mapping[int, torch.Tensor], sends: Mapping[int, torch.Tensor]) -> None:
-        """Send bytes to, and receive bytes from, each other rank.
-
-        An empty message is sent as one byte: NCCL may hang where a pair of ranks exchanges nothing (see `NcclGroup`).
-        """
-        spare, into = self._spare
-        self._group.exchange(
-            {rank: rows if rows.numel() else spare for rank, rows in sends.items()},
-            {rank: rows if rows.numel() else into for rank, rows in receives.items()},
-        )
-
-    def reduce_scatter(self, out: torch.Tensor, blocks: torch.Tensor) -> None:
-        """Sum block r of `blocks` over all ranks into `out` of rank r, added and rounded as NCCL does it."""
-        self._group.reduce_scatter(out, blocks)
-
-    def wait(self, op: str, is_done: Callable[[], bool], lagging: Lagging | None = None) -> None:
-        """Wait until `is_done`, or raise `PeerTimeout` of the peer from `lagging`; by default NCCL's own report."""
-        self._wait_until(op, is_done, lagging or self._lagging_in_group)
-
-    def wait_for_all(self, op: str) -> None:
-        """Wait for the device, replays on other streams included."""
-        self._wait_until(op, BackgroundWait(self._world.gpu.synchronise).done, self._lagging_in_group)
-
-    def read(self, op: str, memory: torch.Tensor) -> torch.Tensor:
-        """Copy some bytes to the host after the work of the current stream, and wait for that with a limit."""
-        copied = torch.empty(memory.shape, dtype=memory.dtype, pin_memory=True)  # else the copy itself would wait
-        copied.copy_(memory, non_blocking=True)
-        done: Any = _cuda.Event()
-        done.record(_cuda.current_stream(memory.device))
-        self._wait_until(op, done.query, self._lagging_in_group)
-        return copied
-
-    def close(self, together: bool) -> None:
-        """Close with the world; `together` if all ranks close now. A rank that has left already delays it by 2 s."""
-        self._forget()
-        if not together:
-            self._group.abort()
-        try:
-            if together:
-                self.wait_for_all("close")  # with a limit, which the group's own wait for the device has not
-            self._group.close(min(self._world.timeout_s, CLOSING_S))
-        except RaymoeError:
-            self._group.abort()
-            raise
-
-    def _lagging_in_group(self) -> tuple[int, int, int]:
-        others = [rank for rank in range(self._world.size) if rank != self._world.rank] or [self._world.rank]
-        return self._group.lagging(others)
-
-    def _wait_until(self, op: str, is_done: Callable[[], bool], lagging: Lagging) -> None:
-        start = time.monotonic()
-        while time.monotonic() - start < _SPIN_S:
-            if is_done():
-                return
-        try:
-            if self._world.waiter.until(op, lagging()[0], is_done, self._world.timeout_s):
-                return
-            peer, seen, expected = lagging()
-            raise PeerTimeout(op, expected, peer, expected, seen, time.monotonic() - start, self._world.rank)
-        except RaymoeError:
-            self._group.abort()  # ends NCCL's waits on the device
-            raise
+_StorageWeakRef: Any = reductions.StorageWeakRef  # torch lacks annotations
 
 
 @dataclass(frozen=True)
@@ -171,7 +54,7 @@ class NcclAllgather:
     keeps_places = True
     sms: int | None = None
 
-    def __init__(self, world: World, spec: ExchangeSpec, rounds: Rounds, launcher: Launcher) -> None:
+    def __init__(self, world: World, spec: ExchangeSpec, rounds: NcclRounds, launcher: Launcher) -> None:
         self._spec, self._rounds, self._launcher = spec, rounds, launcher
         self._kernels = RoundKernels(world, spec, launcher, compact=False)
         self._memory = CapturedMemory(world.device)
@@ -385,7 +268,7 @@ class NcclCollective:
     keeps_places = False
     sms: int | None = None
 
-    def __init__(self, world: World, spec: ExchangeSpec, rounds: Rounds, launcher: Launcher) -> None:
+    def __init__(self, world: World, spec: ExchangeSpec, rounds: NcclRounds, launcher: Launcher) -> None:
         self._world, self._spec, self._rounds, self._launcher = world, spec, rounds, launcher
         self._kernels = RoundKernels(world, spec, launcher, compact=True)
         blocks, size = self._kernels.blocks, world.size

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, replace
 from typing import Protocol, TypeAlias
@@ -24,33 +24,10 @@ from raymoe.memory.layout import ITEM_BYTES, round_up
 from raymoe.memory.world import CLOSING_S, World
 from raymoe.net.nccl import BackgroundWait
 
-# The interfaces that the NCCL backends use: one moves bytes between ranks, the other launches kernels.
+# The interface by which the NCCL backends launch kernels.
 
 Field: TypeAlias = int | torch.Tensor | None
 """The value of a kernel parameter: a number, a tensor for its address, or None for null."""
-
-
-Lagging: TypeAlias = Callable[[], tuple[int, int, int]]
-"""Names a peer that is late, or any peer if none is: the peer, its count of operations, and this rank's count."""
-
-
-class Rounds(Protocol):
-    """Moves bytes between all ranks of a world, on the current stream. `NcclRounds` does it by NCCL."""
-
-    def all_gather(self, out: torch.Tensor, mine: torch.Tensor) -> None:
-        """Gather `mine` of all ranks into `out`, in rank order. `mine` may be this rank's part of `out`."""
-
-    def exchange(self, receives: Mapping[int, torch.Tensor], sends: Mapping[int, torch.Tensor]) -> None:
-        """Send bytes to, and receive bytes from, each other rank. An empty tensor means no bytes."""
-
-    def wait(self, op: str, is_done: Callable[[], bool], lagging: Lagging | None = None) -> None:
-        """Wait until `is_done`, or raise `PeerTimeout` of the peer that `lagging` names."""
-
-    def wait_for_all(self, op: str) -> None:
-        """Wait for the device, replays on other streams included."""
-
-    def read(self, op: str, memory: torch.Tensor) -> torch.Tensor:
-        """Copy some bytes to the host after the work of the current stream, and wait for that with a limit."""
 
 
 class ReadyKernel(Protocol):
@@ -424,7 +401,7 @@ class RoundKernels:
     def take_refused(self, read: Callable[[str, torch.Tensor], torch.Tensor]) -> list[Refusal]:
         """Take the statuses of all ranks in the first refused combine since the last call; empty if there is none.
 
-        `read` copies them to the host, after the work of the stream, as `Rounds.read` does.
+        `read` copies them to the host, after the work of the stream, as `NcclRounds.read` does.
         """
         return self._take(read, self._refused)
 

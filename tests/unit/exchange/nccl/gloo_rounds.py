@@ -13,11 +13,11 @@ from raymoe.exchange.backend import Backend
 from raymoe.exchange.choice import Choice
 from raymoe.exchange.domains.hierarchical_gpu import HierarchicalGpu, RailParts
 from raymoe.exchange.nccl.nccl_backends import NcclAllgather, NcclCollective
-from raymoe.exchange.nccl.nccl_kernels import Lagging
 from raymoe.exchange.spec import ExchangeSpec
 from raymoe.memory.world import World
 from raymoe.net.gloo import Gloo
 from raymoe.net.gloo_rail import GlooRail
+from raymoe.net.nccl_rounds import Lagging
 from tests.unit.exchange.nccl.emulated_launcher import EmulatedLauncher
 
 
@@ -66,13 +66,13 @@ class TensorRail(GlooRail):
 
     def swap_all(self, op: str, received: Sequence[torch.Tensor], sent: Sequence[torch.Tensor]) -> Callable[[], None]:
         """Swap one after another. This rank's own blocks get bytes that mean nothing."""
-        for into, given in zip(received, sent, strict=True):
-            kept = into[self._me].clone()
-            self.swap(op, into, given)()
+        for into, blocks in zip(received, sent, strict=True):
+            own_block = into[self._me].clone()
+            self.swap(op, into, blocks)()
             if op == "combine" and into.dtype != torch.int64:
                 into[self._me].view(torch.uint8).fill_(255)
             else:
-                into[self._me] = kept
+                into[self._me] = own_block
         return lambda: None
 
 

@@ -15,12 +15,13 @@ import torch
 from raymoe.errors import PeerTimeout
 from raymoe.exchange.backend import Ids
 from raymoe.exchange.nccl import nccl_kernels
-from raymoe.exchange.nccl.nccl_backends import HostNumbers, NcclCollective, NcclRounds, NumbersByMetadata
+from raymoe.exchange.nccl.nccl_backends import HostNumbers, NcclCollective, NumbersByMetadata
 from raymoe.exchange.nccl.nccl_kernels import GpuLauncher, RoundKernels
 from raymoe.exchange.spec import ExchangeSpec
 from raymoe.memory.wait import Waiter
 from raymoe.memory.world import World
 from raymoe.moe.differentiable import combine, dispatch
+from raymoe.net.nccl_rounds import NcclRounds
 from tests.unit.exchange.exchange_cases import Case, batches, open_exchange
 from tests.unit.exchange.nccl.emulated_rounds import Named
 from tests.unit.exchange.nccl.gloo_rounds import GlooRounds
@@ -129,7 +130,7 @@ def event() -> Any:
         return empty(*shape, **options)
 
     cuda = SimpleNamespace(Event=lambda: made, current_stream=lambda _: 5)
-    with mock.patch("raymoe.exchange.nccl.nccl_backends._cuda", cuda), mock.patch("torch.empty", pageable):
+    with mock.patch("raymoe.net.nccl_rounds._cuda", cuda), mock.patch("torch.empty", pageable):
         yield made
 
 
