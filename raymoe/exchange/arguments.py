@@ -44,7 +44,7 @@ class Form:
     columns: int
     dtypes: tuple[torch.dtype, ...]
     alignment: int = 1
-    """In bytes."""
+    """Bytes of which the address is a multiple."""
 
     def fits(self, tensor: object, rows: int | None, device: torch.device) -> bool:
         """Whether a tensor can be used as it is. `rows` None allows any number of rows."""

@@ -26,7 +26,7 @@ SITE_BITS, SITE_SHIFT = 29, 2
 
 
 class Cause(IntEnum):
-    """Why a rank refuses a step, and the meaning of the two numbers beside it."""
+    """The reason why a rank refuses a step, and the meaning of the two numbers beside it."""
 
     NONE = 0  # other: whether the combine is weighted, plus CARRIES, plus the site; number: the dispatch it combines
     ID = 1  # other: the token, number: the id

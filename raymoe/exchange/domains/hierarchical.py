@@ -231,7 +231,7 @@ class HierarchicalRows(Carrier):
 
     def _in_contract_order(self, arrived: ArrivedRows, plan: SendPlan) -> ArrivedRows:
         N, L, local = self._domains, self._per_domain, self._local
-        known = arrived.ids < N * local  # others are the fault of a peer; they stay too large, and are refused
+        known = arrived.ids < N * local  # other ids are a peer's fault; they stay too large, and are refused
         source = np.where(known, arrived.ids, 0).max(axis=1) // local
         order = np.argsort(source, kind="stable")
         places = np.empty_like(order)

@@ -101,7 +101,7 @@ class ChunkedBackend(Protocol):
     """
 
     def await_chunks(self, words: torch.Tensor, tokens: int) -> None:
-        """Wait for chunks of so many tokens from now on, by the words of `RailRows`."""
+        """Wait for chunks of `tokens` tokens from now on, by the words of `RailRows`."""
 
     def combine_tokens(
         self, rows: torch.Tensor, got: Dispatched, weighted: bool, out: torch.Tensor, tokens: tuple[int, int]

@@ -39,7 +39,7 @@ class RailRows:
         self.rows = rows
         self._shape, self._rail, self._me = shape, rail, shape.index
         self._blocks = shape.blocks(rows)
-        """For each chunk, the rows of each domain."""
+        """The rows of each domain, for each chunk."""
         self.words = torch.zeros(1 + len(self._blocks), dtype=torch.int64, device=rows.device)
         """The number of the crossing, then for each chunk the last crossing in which it came."""
         self._side: Any = None
@@ -48,7 +48,7 @@ class RailRows:
         words = {"words": self.words, "aborted": rail.aborted}
         self._advance = launcher.ready(ADVANCE_CHUNK, Shape(1, 32), ChunkParams(), **words)
         if rows.device.type == "cuda":
-            # With priority: NCCL's blocks should not wait behind others for their SMs.
+            # The priority lets NCCL's blocks get SMs before those of other kernels.
             new_stream: Any = torch.cuda.Stream  # has no annotations
             self._side = new_stream(rows.device, priority=-1)
 
@@ -80,7 +80,7 @@ class RailRows:
         torch.cuda.current_stream(self.rows.device).wait_stream(self._side)
 
     def _current_stream(self) -> int:
-        """The driver's number of the current stream; 0 on CPU ranks."""
+        """Return the driver's number of the current stream; 0 on CPU ranks."""
         return current_stream(self.rows.device) if self.rows.device.type == "cuda" else 0
 
     def _cross(self, op: str, stream: int) -> None:

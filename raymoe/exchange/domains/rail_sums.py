@@ -81,7 +81,7 @@ class RailSums:
         self._side: Any = None
         if shape.chunk and device.type == "cuda":
             cuda: Any = torch.cuda  # its streams and events have no annotations
-            self._side = cuda.Stream(device, priority=-1)  # NCCL's blocks should not wait behind others for their SMs
+            self._side = cuda.Stream(device, priority=-1)  # NCCL's blocks get SMs before those of other kernels
             self._summed, self._came = ([cuda.Event() for _ in shape.chunks] for _ in range(2))
 
     def combine_in_chunks(

@@ -167,11 +167,11 @@ class NcclAllgather:
             raise_first(statuses, self._spec)
 
     def refusal_record(self) -> torch.Tensor:
-        """The words that a refused combine writes where the first one is 0 (domains/hierarchical_gpu.py)."""
+        """Return the words that a refused combine writes where the first one is 0 (domains/hierarchical_gpu.py)."""
         return self._kernels.refused_words
 
     def backward_record(self) -> torch.Tensor:
-        """The words that a refused dispatch in a backward pass writes where the first one is 0."""
+        """Return the words that a refused dispatch in a backward pass writes where the first one is 0."""
         return self._kernels.refused_passes
 
     def mark_passes(self, word: torch.Tensor) -> None:

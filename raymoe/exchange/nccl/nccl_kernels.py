@@ -422,8 +422,8 @@ class RoundKernels:
 
     def _make_numbering(self) -> None:
         spec, sizes, launcher = self._spec, self._sizes, self._launcher
-        # The words that are saved between dispatches, with the first values of PublishScratch. Filled on the device: a
-        # copy from the host would wait for the stream without a limit.
+        # The words stay between dispatches, and begin with the first values of PublishScratch. They are filled on the
+        # device: a copy from the host would wait for the stream without a limit.
         self._publish_scratch = torch.zeros(3, dtype=torch.int64, device=self._device)
         self._publish_scratch[:1].fill_(-1)
         entries = sizes.tokens * sizes.topk

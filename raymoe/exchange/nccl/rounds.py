@@ -17,9 +17,9 @@ from raymoe.exchange.packed_refusal import PackedRefusal
 MOST_RANKS = 16
 THREADS = 256
 MOST_SHARED_BYTES = 48 << 10
-"""Shared memory of a block that counts: every GPU has that much."""
+"""The most shared memory of a block that counts: every GPU has it."""
 MOST_EXPERTS = 3072
-"""Experts on a rank: one warp has counters for so many in that much shared memory."""
+"""The most experts on a rank: the counters of one warp fit into MOST_SHARED_BYTES."""
 VECTOR_BYTES = 16
 SPREAD_VECTORS = 128
 """Vectors of a row that a warp moves at a time."""
@@ -96,7 +96,7 @@ class Sizes:
         return 4 * ((warps + 2) * self.local + (warps + 1) * (self.ranks + 1) + warps)
 
     def numbering_warps(self, most: int = THREADS // 32) -> int:
-        """The warps of a block of number_entries: each has a counter for each expert in shared memory.
+        """Return the warps of a block of number_entries: each has a counter for each expert in shared memory.
 
         >>> Sizes(4, 4096, 8, 64, False).numbering_warps(), Sizes(1, 64, 8, MOST_EXPERTS, False).numbering_warps()
         (8, 1)
