@@ -61,13 +61,10 @@ class Form:
                 and tensor.device == device
                 and tensor.is_contiguous()
                 and not tensor.is_neg()
-                and self._has_memory(tensor.data_ptr(), shape[0])
+                and (((address := tensor.data_ptr()) != 0 and address % self.alignment == 0) or shape[0] == 0)
             )
         except RuntimeError:  # no strides or no memory; `_check_in_detail` says which
             return False
-
-    def _has_memory(self, address: int, rows: int) -> bool:
-        return (address != 0 and address % self.alignment == 0) or rows == 0
 
 
 class Arguments:
@@ -161,7 +158,8 @@ class Arguments:
             return None
         if isinstance(num_tokens, torch.Tensor):
             return _check_in_detail("num_tokens", num_tokens, (1,), (torch.int32,), self._device)
-        _check_count(num_tokens, rows)
+        if type(num_tokens) is not int or not 0 <= num_tokens <= rows:
+            raise ConfigError(f"num_tokens is {num_tokens!r}; x has {rows} rows, so 0 to {rows} can be sent")
         if capturing(self._device):
             raise ConfigError(
                 f"num_tokens is {num_tokens} inside a capture, so every replay would send that many; give an int32[1] "
@@ -278,8 +276,3 @@ def _not_dense(tensor: torch.Tensor) -> str | None:
     if tensor._is_zerotensor():
         return "is a tensor of zeros without memory; make it by torch.zeros"
     return None
-
-
-def _check_count(num_tokens: object, rows: int) -> None:
-    if type(num_tokens) is not int or not 0 <= num_tokens <= rows:
-        raise ConfigError(f"num_tokens is {num_tokens!r}; x has {rows} rows, so 0 to {rows} can be sent")

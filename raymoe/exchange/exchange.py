@@ -348,7 +348,8 @@ class Exchange(OfOneProcess):
             got = call(tokens, into)
         got.site = tokens.site
         self._turn += out is None
-        self._hold(got)
+        if (address := got.x.data_ptr()) in self._holders:
+            self._holders[address] = weakref.ref(got)
         return got
 
     def _combine(
@@ -371,11 +372,6 @@ class Exchange(OfOneProcess):
         with self._poisoning:
             call(rows, got, weighted, y)
         return PendingCombine(rows, got, weighted, y)
-
-    def _hold(self, got: Dispatched) -> None:
-        """Note that these rows, where they lie in the exchange's own memory, belong to `got`."""
-        if (address := got.x.data_ptr()) in self._holders:
-            self._holders[address] = weakref.ref(got)
 
     def _check_held(self, rows: torch.Tensor, got: Dispatched) -> None:
         """Refuse rows that a later dispatch has overwritten. With layout rank the rows are in the caller's memory."""

@@ -370,7 +370,7 @@ class NcclCollective:
         got = kernels.new(tokens, out, self)  # here, because the device is busy now
         kernels.number(stream, got, saved, self._host_counts)
         kernels.pack(stream, tokens, saved, own=out is None)
-        self._rounds.wait("dispatch", self._counts_are_here)
+        self._rounds.wait("dispatch", lambda: self._host_counts.read(0, 1)[0] >= self._dispatches)
         self._world.waiter.fence()  # orders the load of the dispatch's number before the loads of the counts
         row_counts, size = self._host_counts.read(1, 2 * self._world.size), self._world.size
         send_counts, receive_counts = row_counts[:size], row_counts[size:]
@@ -419,9 +419,6 @@ class NcclCollective:
                 {rank: self._returned_numbers[rank] for rank in self._peers},
                 {rank: self._numbers[rank] for rank in self._peers},
             )
-
-    def _counts_are_here(self) -> bool:
-        return self._host_counts.read(0, 1)[0] >= self._dispatches
 
     def _announce_combine(self, number: int, form: int, site: int) -> None:
         """Announce to all ranks which dispatch this rank combines, in which form, and from which call site."""
