@@ -42,7 +42,7 @@ def failing(place: object, name: str, error: Exception) -> Iterator[None]:
 def step_with_a_mistake(rank: int, where: str) -> Any:
     """Let a part of rank 0's second step raise `ConfigError`. Return each step's error, its time, and good results."""
     case = Case(2, SPEC, BACKEND, ("uniform",) * 4, ragged=False)
-    found: list[Any] = []
+    reports: list[Any] = []
     with World.of(domain=1, timeout_s=20) as world, opened(world, SPEC) as exchange:
         backend = exchange._backend
         assert isinstance(backend, HierarchicalGpu)
@@ -58,11 +58,11 @@ def step_with_a_mistake(rank: int, where: str) -> Any:
                         try:
                             run_step(exchange, case, batches(case, step)[rank])
                         except ConfigError as error:
-                            found.append(str(error))
-                found.append(run_step(exchange, case, batches(case, step)[rank]).y)
+                            reports.append(str(error))
+                reports.append(run_step(exchange, case, batches(case, step)[rank]).y)
             except RaymoeError as error:
-                found.append((type(error), str(error), time.monotonic() - start))
-    return found
+                reports.append((type(error), str(error), time.monotonic() - start))
+    return reports
 
 
 @pytest.mark.parametrize("where", ["dispatch", "combine"])

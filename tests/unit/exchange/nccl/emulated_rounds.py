@@ -89,12 +89,12 @@ class Ranks:
         """Copy every rank's rows into the tables of all ranks."""
         size, tokens = len(ranks), self.spec.tokens
         tables = [rank.kernels.blocks.table[:-1].view(size, tokens, -1) for rank in ranks]
-        for source, (rank, mine) in enumerate(zip(ranks, sent, strict=True)):
+        for source, (rank, own_tokens) in enumerate(zip(ranks, sent, strict=True)):
             if not self.compact:
                 for table in tables:
-                    table[source, : len(mine.x)].view(mine.x.dtype).copy_(mine.x)
+                    table[source, : len(own_tokens.x)].view(own_tokens.x.dtype).copy_(own_tokens.x)
                 continue
-            rank.kernels.pack(0, mine, rank.saved, own=rank.got.index is not None)
+            rank.kernels.pack(0, own_tokens, rank.saved, own=rank.got.index is not None)
             for peer, count in enumerate(rank.heard.read(1, size)):
                 if peer != source:
                     tables[peer][source, :count] = rank.kernels.blocks.packed[peer, :count]
@@ -110,9 +110,9 @@ class Ranks:
         numbers: Sequence[torch.Tensor | None],
     ) -> list[tuple[torch.Tensor, torch.Tensor]]:
         """Combine on all ranks; return y and the numbers of the entries of each."""
-        for rank, made, times, theirs in zip(ranks, rows, weighted, numbers, strict=True):
-            rank.kernels.sum_entries(0, made, rank.saved, times, theirs)
-        found = []
+        for rank, products, times, theirs in zip(ranks, rows, weighted, numbers, strict=True):
+            rank.kernels.sum_entries(0, products, rank.saved, times, theirs)
+        results = []
         for here, rank in enumerate(ranks):
             for peer, other in enumerate(ranks):
                 if peer != here:
@@ -121,8 +121,8 @@ class Ranks:
             y = torch.full((rank.got.tokens, self.spec.hidden), 7, dtype=rows[here].dtype)
             entries = torch.full((rank.got.tokens, self.spec.topk), 7.0)
             rank.kernels.sum_ranks(0, rank.saved, y, None if numbers[here] is None else entries)
-            found.append((y, entries))
-        return found
+            results.append((y, entries))
+        return results
 
 
 def tokens_of(batch: Batch) -> Tokens:
@@ -141,14 +141,16 @@ def judge_step(case: Case, compact: bool, launcher: EmulatedLauncher) -> None:
         judge_places(case, sent, theirs, got[rank].got)
         judge_traffic(case, ids, rank, got[rank], compact)
         rng = np.random.default_rng((case.seed, rank))
-        made = torch.from_numpy(rng.uniform(-2, 2, (spec.rows(case.ranks), spec.hidden))).to(sent[0].x.dtype)
-        made[[at for at in range(len(made)) if at >= len(theirs.entries) or theirs.entries[at] is None]] = torch.nan
-        rows.append(made)
+        products = torch.from_numpy(rng.uniform(-2, 2, (spec.rows(case.ranks), spec.hidden))).to(sent[0].x.dtype)
+        products[[at for at in range(len(products)) if at >= len(theirs.entries) or theirs.entries[at] is None]] = (
+            torch.nan
+        )
+        rows.append(products)
     weights = [batch.weights if case.weighted else None for batch in sent]
     wire: torch.dtype = getattr(torch, spec.combine_wire)
     numbers = [rank.got.weights if case.seed % 2 else None for rank in got]
     for source, (y, entries) in enumerate(ranks.combine_with(got, rows, [case.weighted] * case.ranks, numbers)):
-        want = plan.combine([each.nan_to_num() for each in rows], plans, weights, source, len(y), wire)
+        want = plan.combine([values.nan_to_num() for values in rows], plans, weights, source, len(y), wire)
         assert torch.equal(y, want)
         judge_numbers(sent[source], entries, carried=numbers[source] is not None)
     assert all(rank.kernels.take_refused(read_now) == [] for rank in got)
@@ -180,13 +182,13 @@ def judge_numbers(batch: Batch, entries: torch.Tensor, *, carried: bool) -> None
     assert torch.equal(entries, want)
 
 
-def judge_traffic(case: Case, ids: list[torch.Tensor], rank: int, found: Rank, compact: bool) -> None:
+def judge_traffic(case: Case, ids: list[torch.Tensor], rank: int, result: Rank, compact: bool) -> None:
     """Check the numbers that the host reads."""
     local = case.spec.local_experts(case.ranks)
     giving = [len(plan.rank_rows(ids[rank], peer, local)) for peer in range(case.ranks)]
     taking = [len(plan.rank_rows(theirs, rank, local)) for theirs in ids]
     wanted = [*giving, *taking] if compact else [case.spec.tokens] * 2 * case.ranks
-    assert found.heard.read(0, 1 + 2 * case.ranks) == [1, *wanted]
+    assert result.heard.read(0, 1 + 2 * case.ranks) == [1, *wanted]
 
 
 def drawn(seed: int, changes: tuple[Change, ...] = ()) -> None:

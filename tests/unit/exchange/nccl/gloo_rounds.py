@@ -25,8 +25,8 @@ class GlooRounds:
     def __init__(self, world: World) -> None:
         self._world, self._gloo = world, Gloo(world)
 
-    def all_gather(self, out: torch.Tensor, mine: torch.Tensor) -> None:
-        self._gloo.all_gather("dispatch", out.view(-1), mine.reshape(-1).clone())()
+    def all_gather(self, out: torch.Tensor, own: torch.Tensor) -> None:
+        self._gloo.all_gather("dispatch", out.view(-1), own.reshape(-1).clone())()
 
     def exchange(self, receives: Mapping[int, torch.Tensor], sends: Mapping[int, torch.Tensor]) -> None:
         ranks, nothing = range(self._world.size), torch.empty(0, dtype=torch.uint8)
@@ -43,8 +43,8 @@ class GlooRounds:
         start = time.monotonic()
         if not self._world.waiter.until(op, lagging()[0] if lagging else 0, is_done, self._world.timeout_s):
             assert lagging is not None
-            peer, seen, mine = lagging()
-            raise PeerTimeout(op, mine, peer, mine, seen, time.monotonic() - start, self._world.rank)
+            peer, seen, expected = lagging()
+            raise PeerTimeout(op, expected, peer, expected, seen, time.monotonic() - start, self._world.rank)
 
     def wait_for_all(self, op: str) -> None:
         """Do nothing: Gloo has already waited."""
