@@ -63,7 +63,7 @@ from raymoe.exchange.spec import ExchangeSpec
 from raymoe.fp8 import FP8, quantise
 from raymoe.memory.wait import named_by_world
 from raymoe.memory.world import World
-from raymoe.net.rail import DeviceRail
+from raymoe.net.nccl_rail import NcclRail
 
 _NUMBER_WORDS = 2
 _autograd: Any = torch._C  # torch's type stubs lack some of its names
@@ -114,7 +114,7 @@ class RailParts:
     """The parts of an exchange between domains: the order of its operations, the rail, and the exchange inside."""
 
     launcher: Launcher
-    rail: DeviceRail
+    rail: NcclRail
     inside: InsideBackend
     chunk: int = 0
     """Tokens of a chunk in which rows cross; 0: all at once. Else the exchange inside is a `ChunkedBackend`."""

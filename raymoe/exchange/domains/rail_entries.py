@@ -34,7 +34,7 @@ from raymoe.exchange.nccl.rounds import COMPARE_PASSES, PUBLISH_PASS, ComparePas
 from raymoe.exchange.refusal import Refusal
 from raymoe.exchange.spec import ExchangeSpec
 from raymoe.fp8 import FP8
-from raymoe.net.rail import DeviceRail
+from raymoe.net.nccl_rail import NcclRail
 
 _WORDS_AN_ENTRY = 3  # int32 words of an entry (token, k) on the rail: the id has two, the weight one
 
@@ -59,7 +59,7 @@ class RailEntries:
     """The memory and the kernels of a dispatch's ids and weights."""
 
     def __init__(
-        self, shape: DomainShape, spec: ExchangeSpec, rail: DeviceRail, launcher: Launcher, device: torch.device
+        self, shape: DomainShape, spec: ExchangeSpec, rail: NcclRail, launcher: Launcher, device: torch.device
     ) -> None:
         N, T, K = shape.domains, spec.tokens, spec.topk
         self._shape, self._spec, self._rail, self._device = shape, spec, rail, device
@@ -155,7 +155,7 @@ class RailPasses:
         shape: DomainShape,
         published: torch.Tensor,
         dispatches: torch.Tensor,
-        rail: DeviceRail,
+        rail: NcclRail,
         launcher: Launcher,
     ) -> None:
         """`published`, int32[N, words], is what the domains publish in a dispatch; `dispatches` counts them."""

@@ -28,13 +28,13 @@ from raymoe.exchange.domains.domain_kernels import ADVANCE_CHUNK, ChunkParams
 from raymoe.exchange.domains.domain_shape import DomainShape
 from raymoe.exchange.nccl.nccl_kernels import Launcher
 from raymoe.net.nccl import current_stream
-from raymoe.net.rail import DeviceRail
+from raymoe.net.nccl_rail import NcclRail
 
 
 class RailRows:
     """The rows of all ranks of a rail, in the order of tokens inside the domain."""
 
-    def __init__(self, shape: DomainShape, rows: torch.Tensor, rail: DeviceRail, launcher: Launcher) -> None:
+    def __init__(self, shape: DomainShape, rows: torch.Tensor, rail: NcclRail, launcher: Launcher) -> None:
         """`rows` is the memory for the rows of N * T tokens."""
         self.rows = rows
         self._shape, self._rail, self._me = shape, rail, shape.index
@@ -45,8 +45,9 @@ class RailRows:
         self._side: Any = None
         if len(self._blocks) == 1:
             return
-        words = {"words": self.words, "aborted": rail.aborted}
-        self._advance = launcher.ready(ADVANCE_CHUNK, Shape(1, 32), ChunkParams(), **words)
+        self._advance = launcher.ready(
+            ADVANCE_CHUNK, Shape(1, 32), ChunkParams(), words=self.words, aborted=rail.aborted
+        )
         if rows.device.type == "cuda":
             # The priority lets NCCL's blocks get SMs before those of other kernels.
             new_stream: Any = torch.cuda.Stream  # has no annotations

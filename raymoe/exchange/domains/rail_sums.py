@@ -24,7 +24,7 @@ from raymoe.exchange.nccl import rounds
 from raymoe.exchange.nccl.nccl_kernels import Field, Launcher, ReadyKernel
 from raymoe.exchange.refusal import Refusal
 from raymoe.exchange.spec import ExchangeSpec
-from raymoe.net.rail import DeviceRail
+from raymoe.net.nccl_rail import NcclRail
 
 STATUS_WORDS = Refusal.NBYTES // 8
 _NO_ENTRIES: dict[str, Field] = dict.fromkeys(("outgoing_entries", "returned_entries", "out_entries"))
@@ -45,7 +45,7 @@ class RailSums:
     """The memory and the kernels of a combine on both sides of the rail."""
 
     def __init__(
-        self, shape: DomainShape, spec: ExchangeSpec, rail: DeviceRail, launcher: Launcher, record: torch.Tensor
+        self, shape: DomainShape, spec: ExchangeSpec, rail: NcclRail, launcher: Launcher, record: torch.Tensor
     ) -> None:
         """`record` is that of the combine inside (`InsideBackend.refusal_record`)."""
         N, L, T, K, device = shape.domains, shape.per_domain, shape.tokens, spec.topk, record.device
