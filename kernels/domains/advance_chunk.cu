@@ -1,5 +1,5 @@
-// Says that a chunk of rows has come over the rail: sets its word to the number of the crossing. It is enqueued after
-// the kernel that stores the rows, on the same stream. peer/dispatch/chunks.cuh describes the words.
+// Announces a chunk of rows that has come over the rail: sets its word to the number of the crossing. It is enqueued
+// after the kernel that stores the rows, on the same stream. peer/dispatch/chunks.cuh describes the words.
 //
 // The host can end that kernel without its rows (raymoe/net/nccl_rail.py). It sets the rail's word `aborted` before. No
 // chunk is announced from then on, in replays too, so a dispatch that waits for one fails as for rows that are late.
@@ -23,8 +23,8 @@ extern "C" __global__ void __launch_bounds__(32, 1)
     advance_chunk(const __grid_constant__ raymoe::ChunkParams p) {
     using namespace raymoe;
     if (threadIdx.x == 0 && ptx::load_relaxed_sys(p.aborted) == 0) {  // 1 to 2 us, since it lies across PCIe
-        // Orders the rows, which earlier kernels of this stream have stored, before the word. At system scope, because
-        // NCCL's kernels may belong to another domain of memory synchronisation than the readers.
+        // Orders the rows, which earlier kernels of this stream have stored, before the word. The scope is the system,
+        // because NCCL's kernels may belong to another domain of memory synchronisation than the readers.
         ptx::store_release_sys(p.words + 1 + p.chunk, ptx::load_8(p.words));
     }
 }

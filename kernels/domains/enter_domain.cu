@@ -14,7 +14,7 @@ struct EnterDomainParams {
     const u8* published;  // of each domain, `published_bytes` apart: s64 ids[T][K], then float weights[T][K]
     u8* ids;              // s64[N*T][K], in the order of tokens inside
     u8* weights;          // float[N*T][K]
-    u8* dispatches;       // u64: how many dispatches there were. One more now
+    u8* dispatches;       // u64: how many dispatches there were; this kernel adds one
     u8* number;           // u64: the number of this one
     u64 published_bytes;
     u32 domains;  // N
@@ -29,8 +29,8 @@ struct EnterDomainParams {
 
 // Tokens inside are numbered chunk by chunk, in a chunk domain by domain.
 __device__ __forceinline__ u64 token_inside(const EnterDomainParams& p, u32 domain, u32 token) {
-    const u32 begin = token / p.chunk * p.chunk, each = min(p.chunk, p.tokens - begin);
-    return static_cast<u64>(p.domains) * begin + domain * each + (token - begin);
+    const u32 begin = token / p.chunk * p.chunk, tokens = min(p.chunk, p.tokens - begin);
+    return static_cast<u64>(p.domains) * begin + domain * tokens + (token - begin);
 }
 
 }  // namespace raymoe

@@ -1,5 +1,5 @@
 // Compares the passes of all ranks: in a backward pass, the dispatches to which they belong. Where they differ, the
-// rows that came are those of different dispatches. So it fills them with NaN, and keeps the passes for the host.
+// rows that came are those of different dispatches. So it fills them with NaN, and stores the passes for the host.
 //
 // It is the last kernel of a dispatch in a backward pass. All ranks have the same passes, and get the same result.
 
@@ -12,7 +12,7 @@ namespace raymoe {
 struct ComparePassesParams {
     const u8* passes;  // Status of each rank, `stride` bytes apart
     u8* rows;
-    u8* refused;  // u64 kept, u64 unused, Status[ranks]: of the first such step since `kept` was 0
+    u8* refused;  // u64 written, u64 unused, then the Status of each rank in the first such step since `written` was 0
     u64 stride;
     u64 bytes;  // of the rows, a multiple of 16
     u32 ranks;
@@ -32,7 +32,7 @@ __device__ __forceinline__ bool differ(const ComparePassesParams& p) {
         for (u32 rank = threadIdx.x; rank < p.ranks; rank += 32) {
             store_status(p.refused + 16 + rank * sizeof(Status), load_status(p.passes + rank * p.stride));
         }
-        __syncwarp();  // all threads have read `kept` before it changes
+        __syncwarp();  // all threads have read `written` before it changes
         if (threadIdx.x == 0) {
             ptx::store_8(p.refused, 1);
         }
@@ -47,9 +47,9 @@ extern "C" __global__ void __launch_bounds__(256)
     using namespace raymoe;
     __shared__ bool differs;
     if (threadIdx.x < 32) {
-        const bool found = differ(p);
+        const bool passes_differ = differ(p);
         if (threadIdx.x == 0) {
-            differs = found;
+            differs = passes_differ;
         }
     }
     __syncthreads();

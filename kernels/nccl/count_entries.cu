@@ -17,7 +17,7 @@ extern "C" __global__ void __launch_bounds__(256) count_entries(const __grid_con
         counts[i] = 0;
     }
     __syncthreads();
-    const u8* topk_idx = memory.topk_idx_of(p.kept, run.source);
+    const u8* topk_idx = memory.topk_idx_of(p.saved, run.source);
     for (u32 entry = run.first * memory.topk + threadIdx.x; entry < run.last * memory.topk; entry += blockDim.x) {
         const u32 expert = local_of(memory, ptx::load_4(topk_idx + entry * 4ull));
         if (expert != NOWHERE) {

@@ -19,7 +19,7 @@ struct SpreadParams {
     const u8* own;  // holds rows [own_first, own_first + own_count), in order; null: they are in `rows`
     u8* out;
 
-    const u8* kept;  // memory that holds the next two arrays
+    const u8* saved;  // memory that holds the next two arrays
     u64 source;      // offset of u32[count]: the index in `rows` of each row, or NOWHERE; NO_OFFSET: row i is at i
     u64 to;          // offset of u32[count][stride], `width` of them used: rows of `out`, or NOWHERE
 
@@ -50,7 +50,7 @@ __device__ __forceinline__ void spread_piece(const SpreadParams& p, u32 number, 
     for (u32 begin = 0; begin < p.width; begin += 32) {
         const u32 k = begin + lane;
         const u32 wanted = ptx::load_4_if(k < p.width && k != p.skip,
-                                          p.kept + p.to + (static_cast<u64>(number) * p.stride + k) * 4, NOWHERE);
+                                          p.saved + p.to + (static_cast<u64>(number) * p.stride + k) * 4, NOWHERE);
         for (u32 hits = __ballot_sync(0xFFFFFFFF, wanted != NOWHERE); hits != 0; hits &= hits - 1) {
             const u32 place = __shfl_sync(0xFFFFFFFF, wanted, __ffs(hits) - 1);
             u8* into = p.out + static_cast<u64>(place - p.first_row) * p.row_bytes;
@@ -78,11 +78,11 @@ __device__ __forceinline__ void zero_gaps(const SpreadParams& p, u32 warp, u32 w
 
 extern "C" __global__ void __launch_bounds__(256, 4) spread_rows(const __grid_constant__ raymoe::SpreadParams p) {
     using namespace raymoe;
-    const u32 each = blockDim.x / 32, warps = gridDim.x * each;
-    const u32 warp = blockIdx.x * each + threadIdx.x / 32;
+    const u32 block_warps = blockDim.x / 32, warps = gridDim.x * block_warps;
+    const u32 warp = blockIdx.x * block_warps + threadIdx.x / 32;
     for (u32 unit = warp; unit < p.count * p.pieces; unit += warps) {
         const u32 number = unit / p.pieces, own = number - p.own_first;
-        const u32 from = p.source == NO_OFFSET ? number : ptx::load_4(p.kept + p.source + number * 4ull);
+        const u32 from = p.source == NO_OFFSET ? number : ptx::load_4(p.saved + p.source + number * 4ull);
         if (from != NOWHERE) {
             const bool is_own = p.own != nullptr && own < p.own_count;
             const u8* row = is_own ? p.own + static_cast<u64>(own) * p.row_bytes

@@ -4,7 +4,8 @@
 // In a backward pass the number of each entry is that of the one rank that has it (sum_entries.cu), and NaN where y is.
 //
 // Each rank's status stands after the rows of its block. Where a rank refuses the step, or the ranks do not combine
-// the same dispatch in the same way, y is NaN on all ranks. The statuses of the first such step are kept for the host.
+// the same dispatch in the same way, y is NaN on all ranks. The statuses of the first such step are stored for the
+// host.
 
 #define ANY_GPU
 
@@ -24,34 +25,34 @@ namespace raymoe {
 using Sum = Crossing<ROW_TYPE, WIRE_TYPE>;
 constexpr u32 UNROLL = Sum::BYTES > 16 ? 2 : 4;  // vectors in flight of each of two rows, for a thread
 
-// Written by the first refused combine after the host has set `kept` to 0; read by the host.
-struct Refused {
-    u64 kept;
+// Writer: the first refused combine after the host has set `written` to 0. Reader: the host.
+struct RefusedStep {
+    u64 written;
     u64 unused;
     Status statuses[MOST_RANKS];
 };
-static_assert(sizeof(Refused) == 16 + 16 * MOST_RANKS, "");
+static_assert(sizeof(RefusedStep) == 16 + 16 * MOST_RANKS, "");
 
 struct SumRanksParams {
     DispatchMemory memory;
-    u8* kept;                    // memory of the dispatch
-    const u8* leaving;           // blocks as in sum_entries.cu: only this rank's own block is read
+    u8* saved;                    // memory of the dispatch
+    const u8* outgoing;           // blocks as in sum_entries.cu: only this rank's own block is read
     const u8* returned;          // the blocks of the other ranks
-    u8* y;                       // [given][row_bytes]
-    Refused* refused;
-    const u8* leaving_numbers;   // as in sum_entries.cu: only this rank's own block is read
+    u8* y;                       // [y_rows][row_bytes]
+    RefusedStep* refused;
+    const u8* outgoing_numbers;   // as in sum_entries.cu: only this rank's own block is read
     const u8* returned_numbers;  // the blocks of the other ranks
-    u8* out_numbers;             // float[given][K]; null: none came home
+    u8* out_numbers;             // float[y_rows][K]; null: none were returned
     u32 row_bytes;
     u32 wire_row_bytes;
     u32 pieces;  // of a row
-    u32 given;
+    u32 y_rows;
     u32 skew;
     u32 number_stride;
 };
 
 __device__ __forceinline__ const u8* block_of(const SumRanksParams& p, u32 rank) {
-    return (rank == p.memory.rank ? p.leaving : p.returned) + skew_of(rank, p.skew);
+    return (rank == p.memory.rank ? p.outgoing : p.returned) + skew_of(rank, p.skew);
 }
 
 // The first warp calls this, with a thread for each rank. All ranks get the same result, because each rank sends the
@@ -59,20 +60,20 @@ __device__ __forceinline__ const u8* block_of(const SumRanksParams& p, u32 rank)
 __device__ __forceinline__ bool is_refused(const SumRanksParams& p) {
     const DispatchMemory& memory = p.memory;
     const u32 rank = threadIdx.x < memory.ranks ? threadIdx.x : 0;
-    const DispatchRecord* record = memory.record_of(p.kept);
+    const DispatchRecord* record = memory.record_of(p.saved);
     const u64 after_rows = static_cast<u64>(rank) * (memory.tokens + 1) + ptx::load_4(record->rows_to + rank);
     const Status status = load_status(block_of(p, rank) + after_rows * p.wire_row_bytes);
     const u32 other = __shfl_sync(0xFFFFFFFF, status.other, 0);
     const u64 number = __shfl_sync(0xFFFFFFFF, status.number, 0);
     const bool alike = status.other == other && status.number == number;
     const bool refused = __any_sync(0xFFFFFFFF, status.cause != CAUSE_NONE || !alike);
-    if (refused && blockIdx.x == 0 && ptx::load_8(&p.refused->kept) == 0) {
+    if (refused && blockIdx.x == 0 && ptx::load_8(&p.refused->written) == 0) {
         if (threadIdx.x < memory.ranks) {
             store_status(p.refused->statuses + rank, status);
         }
-        __syncwarp();  // all threads have read `kept` before it changes
+        __syncwarp();  // all threads have read `written` before it changes
         if (threadIdx.x == 0) {
-            ptx::store_8(&p.refused->kept, 1);
+            ptx::store_8(&p.refused->written, 1);
         }
     }
     return refused;
@@ -83,13 +84,14 @@ __device__ __forceinline__ void sum_piece(const SumRanksParams& p, u32 token, u3
     const DispatchMemory& memory = p.memory;
     const u32 lane = threadIdx.x % 32, first = piece * 32 * UNROLL + lane, last = p.row_bytes / 16;
     const u64 entry = static_cast<u64>(token) * memory.ranks + lane;
-    const u32 home = ptx::load_4_if(lane < memory.ranks && !refused, p.kept + memory.home + entry * 4, NOWHERE);
+    const u32 returned_row = ptx::load_4_if(lane < memory.ranks && !refused,
+                                            p.saved + memory.returned_rows + entry * 4, NOWHERE);
     auto term = [&](u32 rank) {
-        const u64 row = __shfl_sync(0xFFFFFFFF, home, rank);
+        const u64 row = __shfl_sync(0xFFFFFFFF, returned_row, rank);
         return Term{block_of(p, rank) + row * p.wire_row_bytes, 1.0f};
     };
     float sums[UNROLL][Sum::COUNT] = {};
-    for (u32 hits = __ballot_sync(0xFFFFFFFF, home != NOWHERE); hits != 0; hits &= hits - 1) {
+    for (u32 hits = __ballot_sync(0xFFFFFFFF, returned_row != NOWHERE); hits != 0; hits &= hits - 1) {
         const u32 rank = __ffs(hits) - 1;
         const Term a = term(rank);
         hits &= hits - 1;
@@ -110,12 +112,12 @@ __device__ __forceinline__ void sum_piece(const SumRanksParams& p, u32 token, u3
 // All threads call this.
 __device__ __forceinline__ void gather_numbers(const SumRanksParams& p, bool refused) {
     const DispatchMemory& memory = p.memory;
-    const u32 entries = p.given * memory.topk;
+    const u32 entries = p.y_rows * memory.topk;
     for (u32 entry = blockIdx.x * blockDim.x + threadIdx.x; entry < entries; entry += gridDim.x * blockDim.x) {
-        u32 number = 0;  // of each entry the bits of one rank are not zero
+        u32 number = 0;  // only one rank has bits that are not zero
 #pragma unroll 4
         for (u32 rank = 0; rank < memory.ranks; ++rank) {
-            const u8* block = rank == memory.rank ? p.leaving_numbers : p.returned_numbers;
+            const u8* block = rank == memory.rank ? p.outgoing_numbers : p.returned_numbers;
             number |= ptx::load_4(block + static_cast<u64>(rank) * p.number_stride + entry * 4ull);
         }
         ptx::store_4(p.out_numbers + entry * 4ull, refused ? static_cast<u32>(F32::NANS) : number);
@@ -128,14 +130,14 @@ extern "C" __global__ void __launch_bounds__(256, 2) sum_ranks(const __grid_cons
     using namespace raymoe;
     __shared__ bool refused;
     if (threadIdx.x < 32) {
-        const bool found = is_refused(p);
+        const bool step_refused = is_refused(p);
         if (threadIdx.x == 0) {
-            refused = found;
+            refused = step_refused;
         }
     }
     __syncthreads();
-    const u32 each = blockDim.x / 32;
-    for (u32 unit = blockIdx.x * each + threadIdx.x / 32; unit < p.given * p.pieces; unit += gridDim.x * each) {
+    const u32 warps = blockDim.x / 32;
+    for (u32 unit = blockIdx.x * warps + threadIdx.x / 32; unit < p.y_rows * p.pieces; unit += gridDim.x * warps) {
         const u32 token = unit / p.pieces;
         sum_piece(p, token, unit - token * p.pieces, refused);
     }

@@ -1,9 +1,9 @@
-"""Switch torch's current device, because some torch calls act only on the current device."""
+"""Torch's current device, on which alone some torch calls act, and captures on it."""
 
 from __future__ import annotations
 
 from contextlib import AbstractContextManager, nullcontext
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     import torch
@@ -29,3 +29,28 @@ def capturing(device: torch.device) -> bool:
 
     with on(device):
         return bool(torch.cuda.is_current_stream_capturing())
+
+
+class CapturedMemory:
+    """A memory pool for allocations inside a capture: no other code may reuse them, because replays write to them.
+
+    The captured calls of one exchange share the pool, because they are replayed one after the other.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        import torch
+
+        self._device = device
+        self._cuda: Any = torch.cuda  # torch.cuda lacks annotations
+        with on(device):  # a pool belongs to the device that is current when it is made
+            self._pool: Any = self._cuda.MemPool() if device.type == "cuda" else None
+
+    def __call__(self) -> AbstractContextManager[object]:
+        return self._cuda.use_mem_pool(self._pool, self._device) if capturing(self._device) else nullcontext()
+
+    def close(self) -> None:
+        """Drop the pool now. If garbage collection freed it during a capture, torch would end the process.
+
+        Its memory stays until the tensors in it are freed.
+        """
+        self._pool = None

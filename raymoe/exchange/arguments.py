@@ -20,7 +20,7 @@ _GPU_ALIGNMENT = 16  # bytes: kernels and bulk copies move rows in pieces of thi
 _PLAIN = frozenset({torch.Tensor, torch.nn.Parameter})
 _torch: Any = torch._C  # torch's type stubs lack these names
 SITES = 1 << 29
-"""Numbers of call sites: a status has so many bits for them."""
+"""The numbers of call sites: a status has 29 bits for them."""
 
 
 def refuse_tracing(op: str) -> None:
@@ -44,7 +44,7 @@ class Form:
     columns: int
     dtypes: tuple[torch.dtype, ...]
     alignment: int = 1
-    """In bytes."""
+    """Bytes of which the address is a multiple."""
 
     def fits(self, tensor: object, rows: int | None, device: torch.device) -> bool:
         """Whether a tensor can be used as it is. `rows` None allows any number of rows."""
@@ -61,13 +61,10 @@ class Form:
                 and tensor.device == device
                 and tensor.is_contiguous()
                 and not tensor.is_neg()
-                and self._has_memory(tensor.data_ptr(), shape[0])
+                and (((address := tensor.data_ptr()) != 0 and address % self.alignment == 0) or shape[0] == 0)
             )
         except RuntimeError:  # no strides or no memory; `_check_in_detail` says which
             return False
-
-    def _has_memory(self, address: int, rows: int) -> bool:
-        return (address != 0 and address % self.alignment == 0) or rows == 0
 
 
 class Arguments:
@@ -161,7 +158,8 @@ class Arguments:
             return None
         if isinstance(num_tokens, torch.Tensor):
             return _check_in_detail("num_tokens", num_tokens, (1,), (torch.int32,), self._device)
-        _check_count(num_tokens, rows)
+        if type(num_tokens) is not int or not 0 <= num_tokens <= rows:
+            raise ConfigError(f"num_tokens is {num_tokens!r}; x has {rows} rows, so 0 to {rows} can be sent")
         if capturing(self._device):
             raise ConfigError(
                 f"num_tokens is {num_tokens} inside a capture, so every replay would send that many; give an int32[1] "
@@ -180,17 +178,17 @@ class Arguments:
         return tensor
 
     def _tensor(self, form: Form, tensor: object, rows: int | None) -> torch.Tensor:
-        """The argument if it has this form, else an error. A subclass becomes a plain tensor."""
+        """Return the argument if it has this form, else raise. A subclass becomes a plain tensor."""
         if form.fits(tensor, rows, self._device):
             assert isinstance(tensor, torch.Tensor)
             return tensor
-        found = _check_in_detail(form.name, tensor, (rows, form.columns), form.dtypes, self._device)
-        if offset := found.data_ptr() % form.alignment:
+        plain = _check_in_detail(form.name, tensor, (rows, form.columns), form.dtypes, self._device)
+        if offset := plain.data_ptr() % form.alignment:
             raise ConfigError(
                 f"{form.name} begins {offset} bytes after a multiple of {form.alignment}; rows on GPUs move in pieces "
                 f"of {form.alignment} bytes: call .clone()"
             )
-        return found
+        return plain
 
 
 def _check_got(got: object, owner: object, op: str) -> None:
@@ -237,10 +235,10 @@ def _check_in_detail(
             raise ConfigError(f"{name} is {tensor.dtype}; {' or '.join(str(dtype) for dtype in dtypes)} is needed")
         if reason := _not_dense(tensor):
             raise ConfigError(f"{name} {reason}")
-        found = tuple(tensor.shape)
-        if len(found) != len(shape) or any(want not in (None, have) for want, have in zip(shape, found, strict=True)):
+        has = tuple(tensor.shape)
+        if len(has) != len(shape) or any(want not in (None, size) for want, size in zip(shape, has, strict=True)):
             wanted = ", ".join("any" if want is None else str(want) for want in shape)
-            raise ConfigError(f"{name} has shape {list(found)}; [{wanted}] is needed")
+            raise ConfigError(f"{name} has shape {list(has)}; [{wanted}] is needed")
         if not tensor.is_contiguous():
             raise ConfigError(f"{name} has strides {tensor.stride()}; it must be contiguous: call .contiguous()")
         if tensor.numel() and not tensor.data_ptr():
@@ -251,7 +249,7 @@ def _check_in_detail(
 
 
 def _not_plain(tensor: torch.Tensor) -> str | None:
-    """Why a tensor is not a plain tensor with memory of its own, and what to do; None where it is one."""
+    """Return why a tensor is not a plain tensor with memory of its own, and what to do; None where it is one."""
     kind = type(tensor).__name__
     if _torch._functorch.is_functorch_wrapped_tensor(tensor):
         return "belongs to torch.vmap or a transform of torch.func, which is not supported; call it outside"
@@ -268,7 +266,7 @@ def _not_plain(tensor: torch.Tensor) -> str | None:
 
 
 def _not_dense(tensor: torch.Tensor) -> str | None:
-    """Why a tensor's memory does not hold its elements one after another, and what to do; None where it does."""
+    """Return why a tensor's memory does not hold its elements in order, and what to do; None where it does."""
     if tensor.layout != torch.strided:
         return f"has layout {tensor.layout}; a dense tensor is needed: call .to_dense()"
     if tensor.is_neg():
@@ -278,8 +276,3 @@ def _not_dense(tensor: torch.Tensor) -> str | None:
     if tensor._is_zerotensor():
         return "is a tensor of zeros without memory; make it by torch.zeros"
     return None
-
-
-def _check_count(num_tokens: object, rows: int) -> None:
-    if type(num_tokens) is not int or not 0 <= num_tokens <= rows:
-        raise ConfigError(f"num_tokens is {num_tokens!r}; x has {rows} rows, so 0 to {rows} can be sent")

@@ -49,7 +49,7 @@ class Dispatched:
     tokens: int  # T' of the dispatch: the rows of y
 
     _saved: object
-    """What the backend saved for the operations that follow, such as the combine: see `saved`."""
+    """The state that the backend saved for the operations that follow, such as the combine: see `saved`."""
     _owner: object
     """The backend that made this."""
 
@@ -59,7 +59,7 @@ class Dispatched:
     """The number of the place that called the dispatch, such as a layer; 0: none. All ranks must agree on it."""
 
     def saved(self, kind: type[S]) -> S:
-        """Return what the backend saved in the dispatch. Each backend saves one class, which it names here."""
+        """Return the state that the backend saved in the dispatch, of the one class that this backend saves."""
         state = self._saved
         if not isinstance(state, kind):
             raise TypeError(f"a dispatch saved {type(state).__name__}, but {kind.__name__} is needed")
@@ -122,7 +122,7 @@ class Backend(Protocol):
         """
 
     def combine(self, rows: torch.Tensor, got: Dispatched, weighted: bool, out: torch.Tensor) -> None:
-        """Send home the sums of `rows`, [C, H], and write all of y to `out`, [T', H]."""
+        """Return the sums of `rows`, [C, H], to their tokens' ranks, and write all of y to `out`, [T', H]."""
 
     # For gradients: a dispatch as one tensor, and the weights' gradients beside those of rows.
 
@@ -154,7 +154,7 @@ class Backend(Protocol):
     def dispatch_again(self, tokens: Tokens, out: torch.Tensor | None, forward: Dispatched) -> Dispatched:
         """Dispatch in the backward pass of the dispatch `forward`, where the backend keeps no places.
 
-        All ranks say which of their dispatches `forward` is, and its site. If they differ, all rows are NaN.
+        All ranks publish which of their dispatches `forward` is, and its site. If they differ, all rows are NaN.
         """
 
     def check(self) -> None:
@@ -184,16 +184,8 @@ class SplitBackend(Protocol):
         """Wait for the ranks' sums and add them."""
 
 
-@runtime_checkable
-class Refuses(Protocol):
-    """A backend of CPU ranks, whose host reads what other ranks say of a combine."""
-
-    def refuse(self, got: Dispatched) -> None:
-        """Take part in the combine of a dispatch and let all ranks refuse it: all raise DataRefused."""
-
-
 @dataclass(slots=True)
-class Sent:
+class PendingCombine:
     """A combine between its send and its receive."""
 
     rows: torch.Tensor

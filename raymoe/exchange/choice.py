@@ -264,14 +264,16 @@ def _make_between_gpus(choice: Choice, world: World, spec: ExchangeSpec) -> Back
 def _make_on_gpu(choice: Choice, world: World, spec: ExchangeSpec, workspace: Workspace | None) -> Backend:
     name, sms = choice.backend, choice.sms
     if name == "collective":
-        from raymoe.exchange.nccl.nccl_backends import NcclCollective, NcclRounds
+        from raymoe.exchange.nccl.nccl_backends import NcclCollective
         from raymoe.exchange.nccl.nccl_kernels import SharedLauncher
+        from raymoe.net.nccl_rounds import NcclRounds
 
         launcher = world.shared(SharedLauncher)  # made first, so that it is closed last
         return NcclCollective(world, spec, world.shared(NcclRounds), launcher)
     if name == "allgather":
-        from raymoe.exchange.nccl.nccl_backends import NcclAllgather, NcclRounds
+        from raymoe.exchange.nccl.nccl_backends import NcclAllgather
         from raymoe.exchange.nccl.nccl_kernels import SharedLauncher
+        from raymoe.net.nccl_rounds import NcclRounds
 
         launcher = world.shared(SharedLauncher)
         return NcclAllgather(world, spec, world.shared(NcclRounds), launcher)

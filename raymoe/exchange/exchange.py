@@ -14,7 +14,7 @@ import torch
 
 from raymoe.errors import CaptureError, ConfigError, PlacementError, RaymoeError
 from raymoe.exchange.arguments import Arguments, capturing, refuse_overlap, refuse_tracing
-from raymoe.exchange.backend import HARMLESS_ERRORS, Backend, Dispatched, Ids, Refuses, Sent, SplitBackend, Tokens
+from raymoe.exchange.backend import HARMLESS_ERRORS, Backend, Dispatched, Ids, PendingCombine, SplitBackend, Tokens
 from raymoe.exchange.calls import Calls, one_at_a_time
 from raymoe.exchange.choice import ExchangeRequest, choose, make_backend
 from raymoe.exchange.spec import ExchangeSpec
@@ -42,9 +42,9 @@ class Exchange(OfOneProcess):
       The operators of `raymoe.moe` keep nothing: the memory pool of `torch.cuda.graph` does.
     - **`sms`** limits the SMs that its kernels take; "auto" means all. Exchanges that may run at the same time, on two
       streams, need limits whose sum fits the GPU. Their kernels wait for kernels of other ranks.
-    - **`chunk`** is for GPU ranks in several domains. Rows cross the network in chunks of so many tokens, and the
-      exchange inside a domain runs beside that, but for dispatches of backward passes. "auto" takes chunks of at least
-      4 MiB, or one where rows are few.
+    - **`chunk`** is for GPU ranks in several domains. Rows cross the network in chunks of `chunk` tokens, and the
+      exchange inside a domain runs beside that, except in dispatches of backward passes. "auto" takes chunks of at
+      least 4 MiB, or one where rows are few.
     - **torch.compile** breaks its graph at each call, and the call runs uncompiled. `raymoe.moe.dispatch` and `combine`
       can be traced, and have gradients.
 
@@ -92,10 +92,10 @@ class Exchange(OfOneProcess):
         self._captured_memory: list[object] = []
         self._poison: RaymoeError | None = None
         self._poisoning = _Poisoning(self)
-        self._dispatched: Dispatched | None = None
+        self._pending_dispatch: Dispatched | None = None
         self._tokens: Tokens | None = None
-        """The input of the dispatch that waits for its receive."""
-        self._sent: Sent | None = None
+        """The input of the pending dispatch."""
+        self._pending_combine: PendingCombine | None = None
         self._closed = False
         self._workspace: Workspace | None = getattr(self._backend, "workspace", None)
         self._calls: Calls = world.shared(Calls) if self._workspace is None else self._workspace.calls
@@ -112,9 +112,9 @@ class Exchange(OfOneProcess):
     @staticmethod
     def of_handle(handle: int) -> Exchange:
         """Return the exchange with this handle."""
-        if (found := _EXCHANGES.get(handle)) is None:
+        if (exchange := _EXCHANGES.get(handle)) is None:
             raise ConfigError(f"exchange {handle} of this process was dropped; keep it as long as its results are used")
-        return found
+        return exchange
 
     @property
     def capturable(self) -> bool:
@@ -176,9 +176,9 @@ class Exchange(OfOneProcess):
         """
         backend = self._split_backend("dispatch_send")
         tokens = self._arguments.dispatch(x, topk_idx, topk_weights, num_tokens)
-        self._dispatched, self._tokens = self._dispatch(backend.dispatch_send, tokens, out), tokens
-        self._keep_if_captured(tokens, self._dispatched)
-        return self._dispatched
+        self._pending_dispatch, self._tokens = self._dispatch(backend.dispatch_send, tokens, out), tokens
+        self._keep_if_captured(tokens, self._pending_dispatch)
+        return self._pending_dispatch
 
     @one_at_a_time
     def dispatch_receive(self, got: Dispatched) -> Dispatched:
@@ -187,29 +187,31 @@ class Exchange(OfOneProcess):
         assert self._tokens is not None
         with self._poisoning:
             backend.dispatch_receive(got, self._tokens)
-        self._dispatched = self._tokens = None
+        self._pending_dispatch = self._tokens = None
         return got
 
     @one_at_a_time
     def combine_send(
         self, rows: torch.Tensor, got: Dispatched, weighted: bool = True, out: torch.Tensor | None = None
-    ) -> Sent:
+    ) -> PendingCombine:
         """Send the sums of a combine. The caller must not change `rows` until `combine_receive`."""
-        self._sent = self._combine(self._split_backend("combine_send").combine_send, rows, got, weighted, out)
-        self._keep_if_captured(self._sent)
-        return self._sent
+        backend = self._split_backend("combine_send")
+        self._pending_combine = self._combine(backend.combine_send, rows, got, weighted, out)
+        self._keep_if_captured(self._pending_combine)
+        return self._pending_combine
 
     @one_at_a_time
-    def combine_receive(self, sent: Sent) -> torch.Tensor:
+    def combine_receive(self, sent: PendingCombine) -> torch.Tensor:
         """Wait for the ranks' sums on the device, and add them. Returns y."""
         backend = self._split_backend("combine_receive", sent)
         with self._poisoning:
             backend.combine_receive(sent.rows, sent.got, sent.weighted, sent.y)
-        self._sent = None
+        self._pending_combine = None
         return sent.y
 
-    # For operators and layers (raymoe/moe). These keep no tensors of captured calls: a capture by torch has a memory
-    # pool, which lives as long as its graph. Torch's graph trees refuse tensors of the pool that anybody else keeps.
+    # The methods for operators and layers (raymoe/moe). They keep no tensors of captured calls: a capture by torch has
+    # a memory pool, which lives as long as its graph. Torch's graph trees refuse tensors of the pool that other code
+    # keeps.
 
     @one_at_a_time
     def dispatch_unkept(self, tokens: Tokens, out: torch.Tensor | None) -> Dispatched:
@@ -218,8 +220,8 @@ class Exchange(OfOneProcess):
         return self._dispatch(self._backend.dispatch, self._checked(tokens), out)
 
     def _checked(self, tokens: Tokens) -> Tokens:
-        given = tokens.x, tokens.topk_idx, tokens.topk_weights, tokens.num_tokens, tokens.zero_gaps, tokens.site
-        return self._arguments.dispatch(*given)
+        arguments = tokens.x, tokens.topk_idx, tokens.topk_weights, tokens.num_tokens, tokens.zero_gaps, tokens.site
+        return self._arguments.dispatch(*arguments)
 
     @one_at_a_time
     def combine_unkept(self, rows: torch.Tensor, got: Dispatched, weighted: bool) -> torch.Tensor:
@@ -269,13 +271,15 @@ class Exchange(OfOneProcess):
 
     @one_at_a_time
     def refuse(self, got: Dispatched) -> None:
-        """Call this in the place of combine where the work before it failed on this rank, which all ranks then refuse.
+        """Let all ranks refuse the step. Call it instead of combine where the work before it failed on this rank.
 
-        For CPU ranks: all raise DataRefused, this one too, and the next step works. On GPUs nothing waits for what
-        other ranks say, so they would go on alone.
+        For CPU ranks: all raise DataRefused, this one too, and the next step works. On GPUs no host waits for the other
+        ranks' statuses, so they would go on alone.
         """
+        from raymoe.exchange.cpu.cpu_backend import CpuBackend
+
         self._ready("combine")
-        if not isinstance(self._backend, Refuses):
+        if not isinstance(self._backend, CpuBackend):
             raise ConfigError(
                 f"refuse on rank {self.world.rank}, whose world is on {self.world.device}; only CPU ranks can"
             )
@@ -305,7 +309,8 @@ class Exchange(OfOneProcess):
         """
         self._ready("dispatch")
         backend = self._gradient_backend("dispatch_again")
-        return self._dispatch(lambda given, into: backend.dispatch_again(given, into, got), self._checked(tokens), out)
+        tokens = self._checked(tokens)
+        return self._dispatch(lambda checked, into: backend.dispatch_again(checked, into, got), tokens, out)
 
     @one_at_a_time
     def check(self) -> None:
@@ -343,7 +348,8 @@ class Exchange(OfOneProcess):
             got = call(tokens, into)
         got.site = tokens.site
         self._turn += out is None
-        self._hold(got)
+        if (address := got.x.data_ptr()) in self._holders:
+            self._holders[address] = weakref.ref(got)
         return got
 
     def _combine(
@@ -353,9 +359,9 @@ class Exchange(OfOneProcess):
         got: Dispatched,
         weighted: bool,
         out: torch.Tensor | None,
-    ) -> Sent:
+    ) -> PendingCombine:
         rows = self._arguments.combine(rows, got, weighted, self._backend)
-        if got is self._dispatched:
+        if got is self._pending_dispatch:
             raise ConfigError("combine of a dispatch whose rows have not arrived; call dispatch_receive first")
         self._check_held(rows, got)
         if out is None:
@@ -365,12 +371,7 @@ class Exchange(OfOneProcess):
             refuse_overlap("rows", rows, y)
         with self._poisoning:
             call(rows, got, weighted, y)
-        return Sent(rows, got, weighted, y)
-
-    def _hold(self, got: Dispatched) -> None:
-        """Note that these rows, where they lie in the exchange's own memory, belong to `got`."""
-        if (address := got.x.data_ptr()) in self._holders:
-            self._holders[address] = weakref.ref(got)
+        return PendingCombine(rows, got, weighted, y)
 
     def _check_held(self, rows: torch.Tensor, got: Dispatched) -> None:
         """Refuse rows that a later dispatch has overwritten. With layout rank the rows are in the caller's memory."""
@@ -388,8 +389,8 @@ class Exchange(OfOneProcess):
         if capturing(self.world.device) if space is None else space.captured:
             self._captured_memory += memory
 
-    def _split_backend(self, op: str, sent: Dispatched | Sent | None = None) -> SplitBackend:
-        """The backend, if it can split operations and `op` may be called now.
+    def _split_backend(self, op: str, sent: Dispatched | PendingCombine | None = None) -> SplitBackend:
+        """Return the backend, if it can split operations and `op` may be called now.
 
         `sent` is the result of the send; None where `op` is a send.
         """
@@ -408,7 +409,7 @@ class Exchange(OfOneProcess):
     def _no_gradients(self, op: str) -> ConfigError:
         return ConfigError(f"{op} of an exchange whose rows cross as {FP8}; gradients need wider rows: leave wire out")
 
-    def _ready(self, op: str, sent: Dispatched | Sent | None = None) -> None:
+    def _ready(self, op: str, sent: Dispatched | PendingCombine | None = None) -> None:
         """Raise where `op` may not be called now."""
         if self._closed:
             raise ConfigError(f"{op} on rank {self.world.rank}: this exchange is closed; make a new one")
@@ -416,7 +417,11 @@ class Exchange(OfOneProcess):
             raise ConfigError(f"{op} on rank {self.world.rank}: its world is closed; make a new world and exchange")
         if self._poison is not None:
             raise copy.copy(self._poison)
-        pending = self._dispatched if op.startswith("dispatch") else self._sent if op.startswith("combine") else None
+        pending: Dispatched | PendingCombine | None = None
+        if op.startswith("dispatch"):
+            pending = self._pending_dispatch
+        elif op.startswith("combine"):
+            pending = self._pending_combine
         if pending is not sent:
             kind = op.partition("_")[0]
             what = f"{kind}_send has been called" if sent is None else f"that is not the result of the last {kind}_send"
@@ -428,7 +433,7 @@ class Exchange(OfOneProcess):
             )
 
     def _next_own_rows(self) -> torch.Tensor | None:
-        """The exchange's own memory for the rows of this dispatch; None where rows stay in their slots.
+        """Return the exchange's own memory for the rows of this dispatch; None where rows stay in their slots.
 
         A dispatch that fails takes no turn.
         """
@@ -489,8 +494,8 @@ def _call_marks(device: torch.device) -> torch.Tensor:
     marks._dynamo_static_input_type = (
         "unguarded"  # what torch._dynamo.mark_static_address does; its import takes a second
     )
-    made: torch.Tensor = marks
-    return made
+    tensor: torch.Tensor = marks
+    return tensor
 
 
 def _let_go(backend: Backend, own: list[torch.Tensor]) -> None:
@@ -505,9 +510,9 @@ def _own_rows(world: World, spec: ExchangeSpec) -> list[torch.Tensor]:
     shape, blocks = (spec.rows(world.size), spec.hidden), spec.depth if spec.layout == "expert" else 0
     if not blocks:
         return []
-    made, problem = [], None
+    rows, problem = [], None
     try:
-        made = [torch.empty(shape, dtype=dtype, device=world.device) for _ in range(blocks)]
+        rows = [torch.empty(shape, dtype=dtype, device=world.device) for _ in range(blocks)]
     except RuntimeError as error:  # torch's error for a lack of memory; on GPUs a subclass
         reason = (str(error).splitlines() or [type(error).__name__])[0]
         problem = PlacementError(
@@ -515,4 +520,4 @@ def _own_rows(world: World, spec: ExchangeSpec) -> list[torch.Tensor]:
             f"capacity or depth ({reason})"
         )
     world.agree(problem, "exchange: memory for rows")
-    return made
+    return rows

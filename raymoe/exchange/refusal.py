@@ -20,13 +20,13 @@ from raymoe.exchange.spec import ExchangeSpec
 
 _PACKED = struct.Struct("<iiq")
 CARRIES = 2
-"""The bit in `other` of a combine that also takes gradients of weights home."""
+"""The bit in `other` of a combine that also returns gradients of weights."""
 SITE_BITS, SITE_SHIFT = 29, 2
 """The bits of a call site's number, which is 0 where there is none, and their place in `other`."""
 
 
 class Cause(IntEnum):
-    """Why a rank refuses a step, and the meaning of the two numbers beside it."""
+    """The reason why a rank refuses a step, and the meaning of the two numbers beside it."""
 
     NONE = 0  # other: whether the combine is weighted, plus CARRIES, plus the site; number: the dispatch it combines
     ID = 1  # other: the token, number: the id
@@ -34,7 +34,7 @@ class Cause(IntEnum):
     COUNT = 3  # other: the source, number: the rows that it announced
     EXPERT = 4  # other: the source, number: the local expert that it named
     TOKENS = 5  # other: the rows of x, number: the tokens asked for
-    EXPERTS = 6  # of CPU ranks: an exception ended the work between dispatch and combine
+    EXPERTS = 6  # on CPU ranks: an exception ended the work between dispatch and combine
 
 
 @dataclass(frozen=True)
@@ -82,19 +82,19 @@ NO_REFUSAL = Refusal()
 
 
 def status_of(refusal: Refusal, dispatch: int, weighted: bool, site: int = 0) -> Refusal:
-    """The status that a rank sends with a combine. Dispatches are counted from 1."""
+    """Return the status that a rank sends with a combine. Dispatches are counted from 1."""
     return refusal or Refusal(Cause.NONE, int(weighted) | site << SITE_SHIFT, dispatch)
 
 
 def status_of_backward(dispatch: int, site: int = 0) -> Refusal:
-    """The status that a rank sends in the backward pass of its dispatch; dispatch 0: it is in no backward pass."""
+    """Return the status that a rank sends in the backward pass of its dispatch; dispatch 0: in no backward pass."""
     return Refusal(Cause.NONE, site << SITE_SHIFT, dispatch)
 
 
 def judge_statuses(statuses: Sequence[Refusal], spec: ExchangeSpec) -> DataRefused | None:
-    """The error of a refused step, the same on every rank; None where the step is good.
+    """Return the error of a refused step, the same on every rank; None where the step is good.
 
-    It names the lowest rank that refuses, else the first whose status differs from that of rank 0.
+    It names the lowest rank that refuses, else the first whose status differs from rank 0's.
 
     Numbers are those of a rank's own dispatches. They may be equal although the ranks dispatched for different layers,
     so a difference of sites is named first.
@@ -146,7 +146,7 @@ def _site(status: Refusal) -> str:
 
 
 def judge_backward(statuses: Sequence[Refusal]) -> DataRefused | None:
-    """The error of a dispatch in a backward pass, the same on every rank that runs one; None where all ranks agree.
+    """Return the error of a dispatch in a backward pass, the same on every rank; None where all ranks agree.
 
     >>> judge_backward([status_of_backward(3), status_of_backward(3)])
     >>> print(judge_backward([status_of_backward(3), status_of_backward(2)]))  # doctest: +NORMALIZE_WHITESPACE
@@ -186,6 +186,6 @@ def raise_first(statuses: Sequence[Refusal], spec: ExchangeSpec) -> None:
 
 
 def raise_backward(statuses: Sequence[Refusal]) -> None:
-    """Raise if the ranks run the backward passes of different dispatches; `statuses` are none where all was well."""
+    """Raise if the ranks run backward passes of different dispatches; `statuses` is empty if no rank refused one."""
     if statuses and (refused := judge_backward(statuses)) is not None:
         raise refused

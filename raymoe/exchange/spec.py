@@ -12,15 +12,14 @@ from raymoe.memory.layout import ITEM_BYTES, WORD_STRIDE, Layout, Region, round_
 # Limits of a spec, the same in a job and in the library.
 
 MOST_TOKENS = 2**24
-"""On a rank."""
+"""Tokens of a rank."""
 MOST_HIDDEN = 2**20
 MOST_EXPERTS = 2**16
-"""On all ranks together."""
+"""Experts of all ranks together."""
 MOST_TOPK = 256
 MOST_ALIGNMENT = 2**16
 MOST_ROWS = 2**31 - 1
-"""On a rank, gaps included, because offsets of rows are int32."""
-
+"""Rows of a rank, gaps included, because offsets of rows are int32."""
 
 DTYPES = ("bfloat16", "float16", "float32")
 LAYOUTS = ("expert", "rank")
@@ -30,7 +29,7 @@ TRANSPORTS = ("auto", "copy_engine")
 COPY_ENGINE = "copy_engine"
 
 ROW_BYTES = 16
-"""Rows move in pieces of so many bytes."""
+"""Bytes of a piece of a row. Rows move in whole pieces."""
 _MOST = {
     "tokens": MOST_TOKENS,
     "hidden": MOST_HIDDEN,
@@ -78,7 +77,7 @@ class ExchangeSpec:
     depth: int = 1
     transport: str = "auto"
     expert_group: int = 1
-    """Only for the exchange inside a domain (`inside`). The experts of a rank form groups of so many neighbours. The
+    """Only for the exchange inside a domain (`inside`): a rank's experts form groups of `expert_group` neighbours. The
     first of a group begins at a multiple of `alignment`, and the others follow without gaps."""
 
     def __post_init__(self) -> None:
@@ -184,7 +183,7 @@ class ExchangeSpec:
         return self.experts // ranks
 
     def rows(self, ranks: int) -> int:
-        """C, the rows of `x`.
+        """Return C, the rows of `x`.
 
         In the worst case all experts of all tokens are here, since a token may name one expert several times. Each
         expert, or group of experts, then has a gap of `alignment` - 1 rows.
@@ -207,7 +206,7 @@ class ExchangeSpec:
         return replace(self, tokens=domains * self.tokens, depth=0, expert_group=domains)
 
     def groups(self, ranks: int) -> int:
-        """The number of groups of experts on a rank. After each there is a gap of at most `alignment` - 1 rows."""
+        """Return the groups of experts on a rank. After each there is a gap of at most `alignment` - 1 rows."""
         return self.local_experts(ranks) // self.expert_group
 
     def _worst(self, ranks: int) -> int:
@@ -244,7 +243,7 @@ def _shortest_wire(
     if dispatch not in (dtype, FP8):
         raise ConfigError(f"wire is {dispatch!r} with dtype {dtype}; dispatch sends rows as {dtype} or {FP8}")
     if combine not in DTYPES:
-        raise ConfigError(f"wire of combine is {combine!r}; sums come home as one of {', '.join(DTYPES)}")
+        raise ConfigError(f"wire of combine is {combine!r}; sums are returned as one of {', '.join(DTYPES)}")
     if combine == dtype:
         return FP8 if dispatch == FP8 else None
     return tuple((way, name) for way, name in (("dispatch", dispatch), ("combine", combine)) if name != dtype)
@@ -255,7 +254,7 @@ def _shortest_wire(
 
 
 def slots_layout(spec: ExchangeSpec, ranks: int) -> Layout:
-    """The layout of slots for T rows from each of R sources, for each parity and direction.
+    """Return the layout of slots for T rows from each of R sources, for each parity and direction.
 
     >>> layout = slots_layout(ExchangeSpec(tokens=8, hidden=64, experts=4, topk=2), ranks=2)
     >>> [(placed.region.name, placed.region.shape) for placed in layout.placed][:2]

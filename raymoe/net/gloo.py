@@ -34,7 +34,7 @@ _SLICE_OVER = "Operation timed out!"  # torch's message when the slice ends befo
 gloo: Any = dist  # torch's stubs lack most of what a private group needs
 _c10d: Any = distributed_c10d
 LOOPBACK = "127.0.0.1"
-_CONNECT_WAITS = 5  # Gloo waits so many times its limit for a peer that connects
+_CONNECT_WAITS = 5  # Gloo waits 5 times its limit for a peer that connects
 _ENDED = 4  # ended operations that Gloo's threads may still hold: it has two threads, and each holds one at most
 
 

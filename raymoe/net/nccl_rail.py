@@ -9,7 +9,7 @@ after NCCL has lost a peer's connection raises the same error. While graphs hold
 before NCCL has freed its memory (`Communicator`).
 
 A kernel of NCCL that is ended has not received its data, and the work after it on the stream runs all the same. So
-every abort first sets a word in host memory, `aborted`, which that work can read (`DeviceRail`). After that NCCL stores
+every abort first sets a word in host memory, `aborted`, which that work can read. After that NCCL stores
 its own flag with a release. Its kernel ends when it has read the flag, so the kernel after it finds the word set.
 
 Its kernels have at most `RAIL_BLOCKS` blocks, because a dispatch that waits for rows leaves so many SMs free
@@ -69,6 +69,11 @@ class NcclRail:
         members = [domain * world.domain.size + world.place for domain in range(world.domains)]
         self._word, self._word_lock = HostWords(world.gpu, 1), threading.Lock()
         self.aborted = self._word.device_address()
+        """The address of a 64-bit word that kernels read: 0, then 1 for ever.
+
+        An abort sets it before it ends an operation on the device without its data. A kernel after the operation, on
+        the same stream, finds it set. The word stays where it is until the rail is closed.
+        """
         try:
             self._connected = connect(world, members, RAIL_BLOCKS)
         except BaseException:
@@ -94,7 +99,10 @@ class NcclRail:
         return _nothing
 
     def swap_all(self, op: str, received: Sequence[torch.Tensor], sent: Sequence[torch.Tensor]) -> Callable[[], None]:
-        """Enqueue all as one NCCL group."""
+        """Enqueue swaps of the blocks of several tensors, as one NCCL group.
+
+        This rank's own blocks stay where they are: its own blocks of `received` mean nothing then.
+        """
         with on(sent[0].device):
             self._exchange(op, list(zip(*sent, strict=True)), list(zip(*received, strict=True)))
         return _nothing

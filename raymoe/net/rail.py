@@ -18,7 +18,7 @@ function that waits for its end then does nothing. `settle` is the wait of the h
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Protocol
 
 import torch
@@ -72,21 +72,3 @@ class Rail(Protocol):
 
     def close(self, together: bool) -> None:
         """Disconnect. `together` if all ranks close now."""
-
-
-class DeviceRail(Rail, Protocol):
-    """A rail of GPU ranks."""
-
-    @property
-    def aborted(self) -> int | torch.Tensor:
-        """A 64-bit word in memory that kernels read, by its address or as a tensor: 0, then 1 for ever.
-
-        The rail sets it before it ends an operation on the device without its data. A kernel after the operation, on
-        the same stream, finds it set then. The word stays where it is until the rail is closed.
-        """
-
-    def swap_all(self, op: str, received: Sequence[torch.Tensor], sent: Sequence[torch.Tensor]) -> Callable[[], None]:
-        """Swap the blocks of several tensors as one operation.
-
-        This rank's own blocks stay where they are: those of `received` mean nothing then.
-        """

@@ -55,7 +55,7 @@ def open_mover(world: World, spec: ChannelSpec, transport: str, group: NcclGroup
 __all__ = ["PROTOCOLS", "ChannelSpec", "Channels"]
 
 ABORT_S = 1.0
-"""How long a stream may go on after an abort of this rank."""
+"""The longest time that a stream may go on after an abort of this rank."""
 
 _PAUSE_S = 50e-6
 

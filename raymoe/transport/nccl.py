@@ -94,7 +94,7 @@ class NcclMover:
             self.check_deadline(time.monotonic() - self._pending[0][0])
 
     def check_deadline(self, waited_s: float) -> None:
-        """Abort the group and raise if the wait was too long or this rank was told to stop."""
+        """Abort the group and raise if the wait was too long or this rank was aborted."""
         assert self._group is not None
         if waited_s < self._world.timeout_s and self._world.waiter.reason is None:
             return

@@ -48,8 +48,8 @@ SMS_OF_SMALL = 16
 each of three peers, 4x H200, 2026-11-21)."""
 
 LARGE_BYTES = 8 << 20
-"""From this size on, the messages of a batch go one after another, each by all SMs, and pushes are paced (see
-`turn_of`). Smaller messages are sent before the links fill, so they go side by side."""
+"""The least bytes of a large message. Large messages of a batch go one after another, each by all SMs, and pushes are
+paced (see `turn_of`). Smaller messages are sent before the links fill, so they go side by side."""
 
 FINE_RING_BYTES, FINE_RING, COARSE_RING = 128 << 10, Ring(4, 4096), Ring(4, 16384)
 """Messages below this size use the fine ring."""

@@ -50,9 +50,9 @@ class Call:
 
     op: str
     site: int = 0
-    """The number of the place that called, such as a layer; 0: none."""
+    """The number of the call site, such as a layer; 0: none."""
     forward: int = 0
-    """In a dispatch of gradients the number of the dispatch whose rows they belong to."""
+    """The number of the dispatch to whose rows the gradients belong; 0 unless this is a dispatch of gradients."""
 
 
 @dataclass

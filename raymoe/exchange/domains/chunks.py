@@ -10,15 +10,15 @@ from raymoe.fp8 import FP8
 from raymoe.net.rail import RAIL_BLOCKS
 
 CHUNK_BYTES, MOST_CHUNKS = 4 << 20, 8
-"""With `auto`, the least bytes of a rank's block of a chunk, and the most chunks.
+"""The least bytes of a rank's block of a chunk, and the most chunks, with `auto`.
 
 Beside a rail of 45 GB/s that one H200 mirrors, 8 chunks were best for 4096 tokens of 14 KiB. With 512 tokens, two
 chunks of a dispatch gained 5 % at most, and 8 lost time; chunks of a combine gained 6 % at most (docs/scaling.md).
 """
 
 SMS_BESIDE = RAIL_BLOCKS + 1
-"""SMs that a dispatch leaves free while rows cross: those of NCCL, and one for the kernel that advances a word. The
-dispatch waits for them. If they found no SM, they would wait for the dispatch."""
+"""SMs that a dispatch leaves free while rows cross, for NCCL's blocks and for the kernel that advances a word. The
+dispatch waits for these kernels. Without a free SM they would wait for the dispatch."""
 
 
 def crossing_bytes(spec: ExchangeSpec) -> int:
@@ -55,7 +55,7 @@ def sms_beside(limit: int | None, most: int) -> int:
 
 
 def too_many_sms(limit: int | None, most: int) -> str | None:
-    """Why a dispatch on so many SMs cannot wait for chunks, and what to do; None where it can.
+    """Return why a dispatch on `limit` of `most` SMs cannot wait for chunks, and what to do; None where it can.
 
     >>> too_many_sms(123, most=132), too_many_sms(None, most=132)
     (None, None)

@@ -22,7 +22,7 @@ class PublishTokensParams(Params):
     num_tokens: Address = 0
     ids: Address = 0
     weights: Address = 0
-    given: U32 = 0
+    x_rows: U32 = 0
     tokens: U32 = 0
     topk: U32 = 0
     wide_topk_idx: U32 = 0
@@ -76,7 +76,7 @@ class PublishStatusesParams(Params):
 
     record: Address = 0
     number: Address = 0
-    leaving: Address = 0
+    outgoing: Address = 0
     statuses: Address = 0
     domains: U32 = 0
     per_domain: U32 = 0
@@ -90,10 +90,10 @@ class PublishStatusesParams(Params):
 class SumDomainsParams(Params):
     """Twin of the struct in kernels/domains/sum_domains.cu, which describes the fields."""
 
-    leaving: Address = 0
+    outgoing: Address = 0
     returned: Address = 0
     statuses: Address = 0
-    leaving_entries: Address = 0
+    outgoing_entries: Address = 0
     returned_entries: Address = 0
     y: Address = 0
     out_entries: Address = 0

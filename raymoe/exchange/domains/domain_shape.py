@@ -46,8 +46,8 @@ class DomainShape:
     @property
     def chunks(self) -> list[tuple[int, int]]:
         """The first token of each chunk, and its end."""
-        each = self.chunk or self.tokens
-        return [(begin, min(begin + each, self.tokens)) for begin in range(0, self.tokens, each)]
+        size = self.chunk or self.tokens
+        return [(begin, min(begin + size, self.tokens)) for begin in range(0, self.tokens, size)]
 
     def blocks(self, rows: torch.Tensor) -> list[torch.Tensor]:
         """View rows of the tokens inside, [N*T, ...], as one block for each chunk, [N, tokens of the chunk, ...]."""
@@ -77,8 +77,7 @@ class DomainShape:
         >>> [shape.source_of(number) for number in range(6)]
         [(0, 0), (0, 1), (1, 0), (1, 1), (0, 2), (1, 2)]
         """
-        each = self.chunk or self.tokens
-        begin, end = self.chunks[number // (self.domains * each)]
+        begin, end = self.chunks[number // (self.domains * (self.chunk or self.tokens))]
         source, token = divmod(number - self.domains * begin, end - begin)
         return source, begin + token
 
@@ -105,9 +104,9 @@ def refusals_of_ranks(words: Sequence[int], shape: DomainShape) -> list[Refusal]
     """
     L = shape.per_domain
     pairs = zip(words[::2], words[1::2], strict=True)
-    found = [Refusal(Cause(first & _LOW_32), first >> 32, number) for first, number in pairs]
-    statuses = [NO_REFUSAL if each else each for each in found]
-    for rank, refusal in enumerate(found):
+    inside = [Refusal(Cause(first & _LOW_32), first >> 32, number) for first, number in pairs]
+    statuses = [NO_REFUSAL if status else status for status in inside]
+    for rank, refusal in enumerate(inside):
         domain, place = divmod(rank, L)
         if refusal.cause is Cause.ID:
             source, token = shape.source_of(refusal.other)

@@ -64,7 +64,7 @@ from raymoe.exchange.cpu.cpu_rows import (
     places_in_runs,
     starts_of,
 )
-from raymoe.exchange.domains.rail_operation import begun
+from raymoe.exchange.domains.rail_operation import publish_failures
 from raymoe.exchange.refusal import Refusal, judge_statuses
 from raymoe.exchange.spec import ExchangeSpec
 from raymoe.memory.wait import named_by_world
@@ -110,13 +110,13 @@ class HierarchicalRows(Carrier):
     def dispatch(self, x: torch.Tensor, plan: SendPlan, call: Call) -> ArrivedRows:
         with self._operation():
             self._agree(call)
-            with begun(self._rail, call.op, self._world.rank):
+            with publish_failures(self._rail, call.op, self._world.rank):
                 return self._dispatch(x, plan, call)
 
     def combine(self, outgoing: OutgoingSums, routes: SavedRoutes, status: Refusal) -> ReturnedSums:
         with self._operation():
             self._agree(outgoing.call)
-            with begun(self._rail, outgoing.call.op, self._world.rank):
+            with publish_failures(self._rail, outgoing.call.op, self._world.rank):
                 return self._combine(outgoing, routes, status)
 
     def pack_inside(self, routes: SavedRoutes) -> Array:
@@ -231,7 +231,7 @@ class HierarchicalRows(Carrier):
 
     def _in_contract_order(self, arrived: ArrivedRows, plan: SendPlan) -> ArrivedRows:
         N, L, local = self._domains, self._per_domain, self._local
-        known = arrived.ids < N * local  # others are the fault of a peer; they stay too large, and are refused
+        known = arrived.ids < N * local  # other ids are a peer's fault; they stay too large, and are refused
         source = np.where(known, arrived.ids, 0).max(axis=1) // local
         order = np.argsort(source, kind="stable")
         places = np.empty_like(order)

@@ -21,7 +21,7 @@ T sums in the combine wire dtype, and a status for each rank of this domain (`ra
 domains' sums in float32, in domain order, and rounds once. The sums inside are rounded to the dtype of rows before.
 Many sums cross in chunks of tokens, each while the combine inside works on the next; those of gradients cross at once.
 
-Gradients: the backward of dispatch is a combine without weights, which also takes one float32 home for each entry
+Gradients: the backward of dispatch is a combine without weights, which also returns one float32 for each entry
 (token, k). They cross with the sums. An entry has its expert in one domain, and the others send zero. So their sum is
 exact. The backward of combine is a dispatch of dy. Where the exchange inside keeps places, only rows cross the rail.
 
@@ -47,16 +47,15 @@ from typing import Any, Protocol, runtime_checkable
 
 import torch
 
-from raymoe.cuda.current import capturing
+from raymoe.cuda.current import CapturedMemory, capturing
 from raymoe.cuda.launcher import Launcher
 from raymoe.errors import Aborted, PeerTimeout, RaymoeError
 from raymoe.exchange.backend import Backend, Dispatched, Ids, Tokens
 from raymoe.exchange.domains.domain_shape import DomainShape, refusals_of_ranks
-from raymoe.exchange.domains.rail_entries import Arriving, RailEntries
-from raymoe.exchange.domains.rail_operation import begun
+from raymoe.exchange.domains.rail_entries import RailEntries, RailTokens
+from raymoe.exchange.domains.rail_operation import publish_failures
 from raymoe.exchange.domains.rail_rows import RailRows
-from raymoe.exchange.domains.rail_sums import RailSums, Said
-from raymoe.exchange.nccl.nccl_backends import CapturedMemory
+from raymoe.exchange.domains.rail_sums import CombineStatus, RailSums
 from raymoe.exchange.peer.fused_chunks import RAIL_OP
 from raymoe.exchange.peer.kernel_result import keep_for_current_stream
 from raymoe.exchange.refusal import raise_first
@@ -64,7 +63,7 @@ from raymoe.exchange.spec import ExchangeSpec
 from raymoe.fp8 import FP8, quantise
 from raymoe.memory.wait import named_by_world
 from raymoe.memory.world import World
-from raymoe.net.rail import DeviceRail
+from raymoe.net.nccl_rail import NcclRail
 
 _NUMBER_WORDS = 2
 _autograd: Any = torch._C  # torch's type stubs lack some of its names
@@ -72,7 +71,7 @@ _autograd: Any = torch._C  # torch's type stubs lack some of its names
 
 @runtime_checkable
 class InsideBackend(Backend, Protocol):
-    """A backend inside a domain, which also tells on the device why a combine is refused."""
+    """A backend inside a domain. It also records on the device why a combine is refused."""
 
     def refusal_record(self) -> torch.Tensor:
         """Return int64 words on the device: not 0 after a refused combine, a spare one, then each rank's status.
@@ -82,16 +81,16 @@ class InsideBackend(Backend, Protocol):
         """
 
     def backward_record(self) -> torch.Tensor:
-        """Return the same words for dispatches in backward passes, after `refusal_record`."""
+        """Return such words for dispatches in backward passes. Call it after `refusal_record`."""
 
     def mark_passes(self, word: torch.Tensor) -> None:
         """Let the whole domain refuse a backward pass that begins while `word`, int64[1], is not 0 on some ranks.
 
-        The bits of the word are inverted in what this rank says. So a domain whose ranks all say so refuses nothing.
+        This rank then publishes a pass with these bits inverted. So a domain whose ranks all do so refuses nothing.
         """
 
     def check_waits(self) -> None:
-        """Raise if a wait of the kernels has failed so far. Waits for nothing."""
+        """Raise if a wait of the kernels has failed so far. Do not wait."""
 
 
 @runtime_checkable
@@ -102,7 +101,7 @@ class ChunkedBackend(Protocol):
     """
 
     def await_chunks(self, words: torch.Tensor, tokens: int) -> None:
-        """Wait for chunks of so many tokens from now on, by the words of `RailRows`."""
+        """Wait for chunks of `tokens` tokens from now on, by the words of `RailRows`."""
 
     def combine_tokens(
         self, rows: torch.Tensor, got: Dispatched, weighted: bool, out: torch.Tensor, tokens: tuple[int, int]
@@ -115,7 +114,7 @@ class RailParts:
     """The parts of an exchange between domains: the order of its operations, the rail, and the exchange inside."""
 
     launcher: Launcher
-    rail: DeviceRail
+    rail: NcclRail
     inside: InsideBackend
     chunk: int = 0
     """Tokens of a chunk in which rows cross; 0: all at once. Else the exchange inside is a `ChunkedBackend`."""
@@ -123,7 +122,7 @@ class RailParts:
 
 @dataclass(frozen=True)
 class SavedInside:
-    """The state of a dispatch that its combine needs."""
+    """The state that a dispatch saves for its combine."""
 
     inside: Dispatched
     number: torch.Tensor
@@ -203,10 +202,10 @@ class HierarchicalGpu:
                 x = values.view(torch.uint8)
             self._rail_rows.put(x)
             before = None if forward is None else self._begin_pass(stream, forward)
-            with self._begun("dispatch"):
+            with self._publish_failures("dispatch"):
                 entries.cross("dispatch", stream, tokens, scales)
                 if before is not None:
-                    entries.passes.crossed_again(stream)
+                    entries.passes.read_with_ids(stream)
                 # The rows begin to cross here, so the operations below run beside them.
                 with self._rail_rows.crossing("dispatch", beside=not _in_backward_pass()), self._named_by_world():
                     arriving = entries.arriving(stream)
@@ -214,17 +213,18 @@ class HierarchicalGpu:
                         inside = self._inside.dispatch(self._tokens_inside(arriving), out)
                     else:
                         inside = self._inside.dispatch_again(self._tokens_inside(arriving), out, before)
-                x = inside.x if before is None else entries.passes.refused(stream, inside.x, whole=out is not None)
+                x = inside.x if before is None else entries.passes.refuse(stream, inside.x, whole=out is not None)
                 offsets, counts = entries.joined(stream, inside.expert_offsets, inside.expert_counts)
             saved = SavedInside(inside, arriving.number, stream)
-            given = len(tokens.x)
-            return Dispatched(x, inside.weights, offsets, counts, inside.index, given, saved, self, inside.scales)
+            return Dispatched(
+                x, inside.weights, offsets, counts, inside.index, len(tokens.x), saved, self, inside.scales
+            )
 
     def _begin_pass(self, stream: int, forward: Dispatched) -> Dispatched:
-        """Tell the rail with the next ids that this is the backward pass of `forward`. Return the dispatch inside."""
+        """Publish with the next ids that this is the backward pass of `forward`. Return the dispatch inside."""
         saved = forward.saved(SavedInside)
         saved.used_on(stream, forward.site)
-        self._rail_entries.passes.publish_again(stream, saved.number, forward.site)
+        self._rail_entries.passes.publish_with_ids(stream, saved.number, forward.site)
         return saved.inside
 
     @torch.no_grad()
@@ -232,16 +232,16 @@ class HierarchicalGpu:
         saved = got.saved(SavedInside)
         with self._launcher.ordered("combine") as stream, self._memory():
             saved.used_on(stream, got.site)
-            said = Said(saved.number, weighted, got.site)
+            status = CombineStatus(saved.number, weighted, got.site)
             if self._shape.chunk:
                 combine = self._combine_tokens(rows, saved.inside, weighted)
-                begun = partial(self._begun, "combine")
-                self._rail_sums.combine_in_chunks(stream, said, out, combine, begun)
+                publish_failures = partial(self._publish_failures, "combine")
+                self._rail_sums.combine_in_chunks(stream, status, out, combine, publish_failures)
                 return
             with self._named_by_world():
                 self._inside.combine(rows, saved.inside, weighted, self._rail_sums.sums)
-            with self._begun("combine"):
-                self._rail_sums.cross(stream, said)
+            with self._publish_failures("combine"):
+                self._rail_sums.cross(stream, status)
                 self._rail_sums.add(stream, out)
 
     @property
@@ -257,7 +257,7 @@ class HierarchicalGpu:
     def unpack(self, metadata: torch.Tensor, rows: torch.Tensor, weights: torch.Tensor, ids: Ids) -> Dispatched:
         words, local = self._inside.metadata_words, self._shape.local
         inside, number, offsets, counts = torch.split(metadata, [words, _NUMBER_WORDS, local + 1, local])
-        # The dispatch inside always has the tokens of a whole rail. Of their ids only the number is used. Its `unpack`
+        # The dispatch inside always has the tokens of a whole rail. Only the number of their ids is used. Its `unpack`
         # keeps all of `metadata` for the current stream: the four are views of one allocation.
         its_ids = Ids(self._rail_entries.ids.flatten(0, 1))
         saved = SavedInside(self._inside.unpack(inside, rows, weights, its_ids), number, None)
@@ -273,8 +273,8 @@ class HierarchicalGpu:
             with self._named_by_world():
                 sums = self._rail_sums
                 self._inside.combine_gradients(rows, weights, saved.inside, sums.sums, sums.entries)
-            with self._begun("combine"):
-                sums.cross(stream, Said(saved.number, False, got.site), entries=True)
+            with self._publish_failures("combine"):
+                sums.cross(stream, CombineStatus(saved.number, False, got.site), entries=True)
                 sums.add(stream, out, out_weights)
 
     @torch.no_grad()
@@ -284,12 +284,12 @@ class HierarchicalGpu:
             saved.used_on(stream, got.site)
             self._rail_rows.put(x)
             passes, crossing = self._rail_entries.passes, self._rail_rows.crossing("dispatch", beside=False)
-            with self._begun("dispatch"):
+            with self._publish_failures("dispatch"):
                 # Ranks that dispatch gather their ids and weights here.
-                passes.cross_known(stream, saved.number, got.site)
+                passes.gather_alone(stream, saved.number, got.site)
                 with crossing, self._named_by_world():
                     self._inside.dispatch_known(self._rows, saved.inside, out)
-                passes.refused(stream, out)
+                passes.refuse(stream, out)
 
     def check(self) -> None:
         self._settle("check")
@@ -324,17 +324,17 @@ class HierarchicalGpu:
 
         return combine
 
-    def _tokens_inside(self, arriving: Arriving) -> Tokens:
+    def _tokens_inside(self, arriving: RailTokens) -> Tokens:
         """Return the tokens inside. Their rows may still be on the way."""
         return Tokens(self._rows, arriving.ids, arriving.weights, None, arriving.scales)
 
     @contextmanager
-    def _begun(self, op: str) -> Iterator[None]:
+    def _publish_failures(self, op: str) -> Iterator[None]:
         """Let errors after the first block that crosses end the exchange on all ranks. A capture sends nothing yet."""
         if capturing(self._world.device):
             yield
             return
-        with begun(self._rail, op, self._world.rank):
+        with publish_failures(self._rail, op, self._world.rank):
             yield
 
     @contextmanager
@@ -383,6 +383,6 @@ class HierarchicalGpu:
             self._rail_entries.joined(stream, nothing, nothing[1:])
             if self._fp8:
                 quantise(sums.sums[: shape.tokens])
-            sums.cross(stream, Said(arriving.number, False, 0), entries=True)
+            sums.cross(stream, CombineStatus(arriving.number, False, 0), entries=True)
             sums.add(stream, sums.sums[:0])
         self._settle("connect")

@@ -1,4 +1,4 @@
-"""An operation that has begun on a rail: an error that ends it early is not harmless, and the other ranks learn why."""
+"""Publish why an operation failed that had begun on a rail: such an error is not harmless, and all ranks learn why."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from raymoe.net.rail import Rail
 
 
 @contextmanager
-def begun(rail: Rail, op: str, rank: int) -> Iterator[None]:
+def publish_failures(rail: Rail, op: str, rank: int) -> Iterator[None]:
     """Run the part of an operation in which peers may have this rank's data, or wait for it.
 
     An error of this rank's own goes to the ranks of all rails (`Rail.fail`), which would wait for it until their

@@ -28,34 +28,35 @@ from raymoe.cuda.launcher import Launcher
 from raymoe.exchange.domains.domain_kernels import ADVANCE_CHUNK, ChunkParams
 from raymoe.exchange.domains.domain_shape import DomainShape
 from raymoe.net.nccl import current_stream
-from raymoe.net.rail import DeviceRail
+from raymoe.net.nccl_rail import NcclRail
 
 
 class RailRows:
     """The rows of all ranks of a rail, in the order of tokens inside the domain."""
 
-    def __init__(self, shape: DomainShape, rows: torch.Tensor, rail: DeviceRail, launcher: Launcher) -> None:
+    def __init__(self, shape: DomainShape, rows: torch.Tensor, rail: NcclRail, launcher: Launcher) -> None:
         """`rows` is the memory for the rows of N * T tokens."""
         self.rows = rows
         self._shape, self._rail, self._me = shape, rail, shape.index
         self._blocks = shape.blocks(rows)
-        """Of each chunk, the rows of each domain."""
+        """The rows of each domain, for each chunk."""
         self.words = torch.zeros(1 + len(self._blocks), dtype=torch.int64, device=rows.device)
-        """The number of the crossing, then of each chunk the last crossing in which it came."""
+        """The number of the crossing, then for each chunk the last crossing in which it came."""
         self._side: Any = None
         if len(self._blocks) == 1:
             return
-        words = {"words": self.words, "aborted": rail.aborted}
-        self._advance = launcher.ready(ADVANCE_CHUNK, Shape(1, 32), ChunkParams(), **words)
+        self._advance = launcher.ready(
+            ADVANCE_CHUNK, Shape(1, 32), ChunkParams(), words=self.words, aborted=rail.aborted
+        )
         if rows.device.type == "cuda":
-            # With priority: NCCL's blocks should not wait behind others for their SMs.
+            # The priority lets NCCL's blocks get SMs before those of other kernels.
             new_stream: Any = torch.cuda.Stream  # has no annotations
             self._side = new_stream(rows.device, priority=-1)
 
-    def put(self, mine: torch.Tensor) -> None:
-        """Copy this rank's own rows in. `mine` may have fewer rows than T."""
+    def put(self, own: torch.Tensor) -> None:
+        """Copy this rank's own rows in. `own` may have fewer rows than T."""
         for block, (begin, end) in zip(self._blocks, self._shape.chunks, strict=True):
-            part = mine[begin:end]
+            part = own[begin:end]
             block[self._me, : len(part)].copy_(part)
 
     @contextmanager
@@ -80,7 +81,7 @@ class RailRows:
         torch.cuda.current_stream(self.rows.device).wait_stream(self._side)
 
     def _current_stream(self) -> int:
-        """The driver's number of the current stream; 0 on CPU ranks."""
+        """Return the driver's number of the current stream; 0 on CPU ranks."""
         return current_stream(self.rows.device) if self.rows.device.type == "cuda" else 0
 
     def _cross(self, op: str, stream: int) -> None:

@@ -1,7 +1,7 @@
 """The sums of a combine between domains of GPU ranks, while they cross the rail, and the domains' sums of each token.
 
 The combine inside writes its sums to `sums`. Where they cross in the dtype of rows, that is the memory from which the
-rail sends them. A status of each rank of the domain goes with them. One kernel then adds what came and what has stayed.
+rail sends them. A status of each rank of the domain goes with them. One kernel then adds the sums of all domains.
 
 In chunks, the combine inside is a launch for each chunk of tokens. The sums of a chunk cross on a stream of their own,
 beside the combine of the next one. The current stream waits for each chunk, and adds it. All ranks know in the first
@@ -24,15 +24,15 @@ from raymoe.exchange.domains.domain_shape import DomainShape
 from raymoe.exchange.nccl import rounds
 from raymoe.exchange.refusal import Refusal
 from raymoe.exchange.spec import ExchangeSpec
-from raymoe.net.rail import DeviceRail
+from raymoe.net.nccl_rail import NcclRail
 
 STATUS_WORDS = Refusal.NBYTES // 8
-_NO_ENTRIES: dict[str, Field] = dict.fromkeys(("leaving_entries", "returned_entries", "out_entries"))
+_NO_ENTRIES: dict[str, Field] = dict.fromkeys(("outgoing_entries", "returned_entries", "out_entries"))
 _SPARE_WORDS = 2  # before the statuses of a record: whether there are any, and one that is not used
 
 
 @dataclass(frozen=True)
-class Said:
+class CombineStatus:
     """The status that the ranks of a domain send with a combine that they do not refuse."""
 
     number: torch.Tensor
@@ -45,27 +45,27 @@ class RailSums:
     """The memory and the kernels of a combine on both sides of the rail."""
 
     def __init__(
-        self, shape: DomainShape, spec: ExchangeSpec, rail: DeviceRail, launcher: Launcher, record: torch.Tensor
+        self, shape: DomainShape, spec: ExchangeSpec, rail: NcclRail, launcher: Launcher, record: torch.Tensor
     ) -> None:
         """`record` is that of the combine inside (`InsideBackend.refusal_record`)."""
         N, L, T, K, device = shape.domains, shape.per_domain, shape.tokens, spec.topk, record.device
         self._shape, self._spec, self._rail = shape, spec, rail
         dtype: torch.dtype = getattr(torch, spec.dtype)
-        home: torch.dtype = getattr(torch, spec.combine_wire)
-        direct = home is dtype and spec.combine_width == spec.hidden
+        wire: torch.dtype = getattr(torch, spec.combine_wire)
+        direct = wire is dtype and spec.combine_width == spec.hidden
 
         def zeros(*shape: int, of: torch.dtype) -> torch.Tensor:
             return torch.zeros(shape, dtype=of, device=device)
 
-        self._leaving = zeros(N * T, spec.combine_width, of=home)
-        self._returned = torch.zeros_like(self._leaving)
-        self.sums = self._leaving if direct else zeros(N * T, spec.hidden, of=dtype)
-        """Of this domain's ranks, for the tokens of all domains, in the order of tokens inside."""
-        self._leaving_statuses = zeros(N, L, STATUS_WORDS, of=torch.int64)
-        self._statuses = torch.zeros_like(self._leaving_statuses)
-        self._leaving_entries = zeros(N, T, K, of=torch.float32)
-        self._returned_entries = torch.zeros_like(self._leaving_entries)
-        self.entries = zeros(N * T, K, of=torch.float32) if shape.chunk else self._leaving_entries.flatten(0, 1)
+        self._outgoing = zeros(N * T, spec.combine_width, of=wire)
+        self._returned = torch.zeros_like(self._outgoing)
+        self.sums = self._outgoing if direct else zeros(N * T, spec.hidden, of=dtype)
+        """The sums of this domain's ranks for the tokens of all domains, in the order of tokens inside."""
+        self._outgoing_statuses = zeros(N, L, STATUS_WORDS, of=torch.int64)
+        self._statuses = torch.zeros_like(self._outgoing_statuses)
+        self._outgoing_entries = zeros(N, T, K, of=torch.float32)
+        self._returned_entries = torch.zeros_like(self._outgoing_entries)
+        self.entries = zeros(N * T, K, of=torch.float32) if shape.chunk else self._outgoing_entries.flatten(0, 1)
         """The gradients of weights, one for each entry, in the order of tokens inside."""
         self._refused = zeros(_SPARE_WORDS + N * L * STATUS_WORDS, of=torch.int64)
         self._publish = launcher.ready(
@@ -73,7 +73,7 @@ class RailSums:
             Shape(1, 32),
             PublishStatusesParams(domains=N, per_domain=L, index=shape.index),
             record=record,
-            leaving=self._leaving_statuses,
+            outgoing=self._outgoing_statuses,
             statuses=self._statuses,
         )
         self._add = self._make_add(launcher)
@@ -81,34 +81,34 @@ class RailSums:
         self._side: Any = None
         if shape.chunk and device.type == "cuda":
             cuda: Any = torch.cuda  # its streams and events have no annotations
-            self._side = cuda.Stream(device, priority=-1)  # NCCL's blocks should not wait behind others for their SMs
+            self._side = cuda.Stream(device, priority=-1)  # NCCL's blocks get SMs before those of other kernels
             self._summed, self._came = ([cuda.Event() for _ in shape.chunks] for _ in range(2))
 
     def combine_in_chunks(
         self,
         stream: int,
-        status: Said,
+        status: CombineStatus,
         out: torch.Tensor,
         combine: Callable[[tuple[int, int]], None],
-        begun: Callable[[], AbstractContextManager[None]],
+        publish_failures: Callable[[], AbstractContextManager[None]],
     ) -> None:
         """Combine chunk by chunk into `out`. `combine` combines some tokens inside the domain, into `sums`.
 
-        `begun` is the context of all that follows the first of them.
+        `publish_failures` makes the context of all that follows the first chunk's combine.
         """
         shape, blocks = self._shape, self._shape.blocks
-        chunks = zip(shape.chunks, blocks(self._leaving), blocks(self._returned), blocks(self.sums), strict=True)
+        chunks = zip(shape.chunks, blocks(self._outgoing), blocks(self._returned), blocks(self.sums), strict=True)
         with ExitStack() as after_first:
-            for chunk, ((begin, end), leaving, returned, sums) in enumerate(chunks):
+            for chunk, ((begin, end), outgoing, returned, sums) in enumerate(chunks):
                 combine((shape.domains * begin, shape.domains * end))
-                sent, received = [leaving], [returned]
+                sent, received = [outgoing], [returned]
                 if chunk == 0:
-                    after_first.enter_context(begun())
+                    after_first.enter_context(publish_failures())
                     self._publish(stream, number=status.number, weighted=status.weighted, site=status.site, carries=0)
-                    sent.append(self._leaving_statuses)
+                    sent.append(self._outgoing_statuses)
                     received.append(self._statuses)
-                if self.sums is not self._leaving:
-                    leaving[..., : self._spec.hidden].copy_(sums)
+                if self.sums is not self._outgoing:
+                    outgoing[..., : self._spec.hidden].copy_(sums)
                 self._swap_beside(chunk, received, sent)
             self._record[:1].zero_()  # the later launches of a refused step have written it again
             for chunk, (begin, end) in enumerate(shape.chunks):
@@ -118,7 +118,7 @@ class RailSums:
                     self._add(stream, y=out, first=begin, end=min(end, len(out)), **_NO_ENTRIES)
 
     def _swap_beside(self, chunk: int, received: Sequence[torch.Tensor], sent: Sequence[torch.Tensor]) -> None:
-        """Swap what the current stream has enqueued so far, on the side stream."""
+        """Swap the blocks on the side stream, after the work that the current stream has so far."""
         if self._side is None:
             self._rail.swap_all("combine", received, sent)()
             return
@@ -128,33 +128,33 @@ class RailSums:
             self._rail.swap_all("combine", received, sent)()
             self._came[chunk].record()
 
-    def cross(self, stream: int, status: Said, *, entries: bool = False) -> None:
-        """Send the sums and the statuses of this domain's ranks to all domains, and get theirs.
+    def cross(self, stream: int, status: CombineStatus, *, entries: bool = False) -> None:
+        """Swap the sums and the statuses of this domain's ranks with those of all domains.
 
         With `entries` the gradients of weights cross too.
         """
         shape = self._shape
         self._publish(stream, number=status.number, weighted=status.weighted, site=status.site, carries=int(entries))
-        if self.sums is not self._leaving:
-            self._leaving[:, : self._spec.hidden].copy_(self.sums)
+        if self.sums is not self._outgoing:
+            self._outgoing[:, : self._spec.hidden].copy_(self.sums)
         received = [*shape.blocks(self._returned), self._statuses]
-        sent = [*shape.blocks(self._leaving), self._leaving_statuses]
+        sent = [*shape.blocks(self._outgoing), self._outgoing_statuses]
         if entries:
             if shape.chunk:
-                shape.by_domain(self.entries, self._leaving_entries)
+                shape.by_domain(self.entries, self._outgoing_entries)
             received.append(self._returned_entries)
-            sent.append(self._leaving_entries)
+            sent.append(self._outgoing_entries)
         self._rail.swap_all("combine", received, sent)()
 
     def add(self, stream: int, out: torch.Tensor, out_entries: torch.Tensor | None = None) -> None:
-        """Add what the domains have sent into `out`; NaN, and a record for the host, if the step is refused.
+        """Add the domains' sums into `out`. If the step is refused, fill it with NaN, and write a record for the host.
 
-        With `out_entries` also the gradients of weights, of which all domains but one have sent zero.
+        With `out_entries` also add the gradients of weights: all domains but one have sent zero.
         """
         entries: dict[str, Field] = _NO_ENTRIES
         if out_entries is not None:
-            leaving, returned = self._leaving_entries, self._returned_entries
-            entries = {"leaving_entries": leaving, "returned_entries": returned, "out_entries": out_entries}
+            outgoing, returned = self._outgoing_entries, self._returned_entries
+            entries = {"outgoing_entries": outgoing, "returned_entries": returned, "out_entries": out_entries}
         self._add(stream, y=out, first=0, end=len(out), **entries)
 
     def take_refused(self) -> list[int]:
@@ -169,7 +169,7 @@ class RailSums:
         return words[_SPARE_WORDS:]
 
     def _make_add(self, launcher: Launcher) -> Launch:
-        spec, shape, item = self._spec, self._shape, self._leaving.element_size()
+        spec, shape, item = self._spec, self._shape, self._outgoing.element_size()
         pieces = rounds.sum_pieces(spec.row_bytes, self.sums.element_size(), item)
         params = SumDomainsParams(
             domains=shape.domains,
@@ -185,5 +185,5 @@ class RailSums:
         source, threads = sum_source(spec.dtype, spec.combine_wire), launcher.threads
         most = launcher.resident(source, Shape(1, threads))
         blocks = max(1, min(most, shape.tokens * pieces * 32 // threads + 1))
-        memory = {"leaving": self._leaving, "returned": self._returned, "statuses": self._statuses}
+        memory = {"outgoing": self._outgoing, "returned": self._returned, "statuses": self._statuses}
         return launcher.ready(source, Shape(blocks, threads), params, **memory, refused=self._refused)

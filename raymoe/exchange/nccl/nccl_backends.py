@@ -2,155 +2,38 @@
 
 from __future__ import annotations
 
-import time
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext, suppress
+from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch.multiprocessing import reductions
 
-from raymoe.cuda.current import capturing, on
+from raymoe.cuda.current import CapturedMemory
 from raymoe.cuda.launcher import Launcher
-from raymoe.errors import ConfigError, PeerTimeout, RaymoeError
+from raymoe.errors import ConfigError, RaymoeError
 from raymoe.exchange.backend import Dispatched, Ids, Tokens
-from raymoe.exchange.nccl.nccl_kernels import Lagging, RoundKernels, Rounds, SavedMemory
+from raymoe.exchange.nccl.nccl_kernels import RoundKernels, SavedMemory
 from raymoe.exchange.nccl.rounds import DispatchRecord
 from raymoe.exchange.refusal import CARRIES, SITE_SHIFT, Cause, Refusal, raise_backward, raise_first
 from raymoe.exchange.spec import ExchangeSpec
 from raymoe.memory.layout import Layout, Region
 from raymoe.memory.wait import Words
-from raymoe.memory.world import CLOSING_S, World
-from raymoe.net.nccl import BackgroundWait, NcclGroup
+from raymoe.memory.world import World
+from raymoe.net.nccl_rounds import NcclRounds
 
-# Memory that captured calls allocate.
-
-_cuda: Any = torch.cuda  # torch.cuda lacks annotations
-_StorageWeakRef: Any = reductions.StorageWeakRef
-
-
-class CapturedMemory:
-    """A memory pool for allocations inside a capture: no other code may reuse them, because replays write to them.
-
-    The captured calls of one exchange share the pool, because they are replayed one after the other.
-    """
-
-    def __init__(self, device: torch.device) -> None:
-        self._device = device
-        with on(device):  # a pool belongs to the device that is current when it is made
-            self._pool: Any = _cuda.MemPool() if device.type == "cuda" else None
-
-    def __call__(self) -> AbstractContextManager[object]:
-        return _cuda.use_mem_pool(self._pool, self._device) if capturing(self._device) else nullcontext()
-
-    def close(self) -> None:
-        """Drop the pool now. If garbage collection freed it during a capture, torch would end the process.
-
-        Its memory stays until the tensors in it are freed.
-        """
-        self._pool = None
-
-
-# Rounds (collectives of all ranks) over NCCL, and bounded waits of the host.
-#
-# NCCL's own waits are not bounded. The host notices a missing peer, and aborts the group.
-
-_SPIN_S = 2e-3  # most rounds are done by then; a longer wait sleeps between polls
-
-
-class NcclRounds:
-    """An NCCL group and bounded waits for it.
-
-    All exchanges of a world share one (`World.shared`), because a communicator costs memory and takes a second to make.
-    After a failed wait the group is aborted.
-    """
-
-    def __init__(self, world: World) -> None:
-        self._world = world
-        self._group = NcclGroup(world)
-        once = torch.zeros(world.size + 1, dtype=torch.uint8, device=world.device)
-        self._group.all_gather(once[1:], once[:1])  # connects the ranks now: the first real one may be captured
-        self._spare = torch.zeros(2, 1, dtype=torch.uint8, device=world.device).unbind()
-        # On an abort this also ends a user's own wait for a stream.
-        self._forget = world.waiter.on_abort(lambda _: self._group.abort())
-
-    def all_gather(self, out: torch.Tensor, mine: torch.Tensor) -> None:
-        """Gather `mine` of all ranks into `out`, in rank order."""
-        self._group.all_gather(out, mine)
-
-    def exchange(self, receives: Mapping[int, torch.Tensor], sends: Mapping[int, torch.Tensor]) -> None:
-        """Send bytes to, and receive bytes from, each other rank.
-
-        An empty message is sent as one byte: NCCL may hang where a pair of ranks exchanges nothing (see `NcclGroup`).
-        """
-        spare, into = self._spare
-        self._group.exchange(
-            {rank: rows if rows.numel() else spare for rank, rows in sends.items()},
-            {rank: rows if rows.numel() else into for rank, rows in receives.items()},
-        )
-
-    def reduce_scatter(self, out: torch.Tensor, blocks: torch.Tensor) -> None:
-        """Sum block r of `blocks` over all ranks into `out` of rank r, added and rounded as NCCL does it."""
-        self._group.reduce_scatter(out, blocks)
-
-    def wait(self, op: str, is_done: Callable[[], bool], lagging: Lagging | None = None) -> None:
-        """Wait until `is_done`, or raise `PeerTimeout` of the peer from `lagging`; by default NCCL's own report."""
-        self._wait_until(op, is_done, lagging or self._lagging_in_group)
-
-    def wait_for_all(self, op: str) -> None:
-        """Wait for the device, replays on other streams included."""
-        self._wait_until(op, BackgroundWait(self._world.gpu.synchronise).done, self._lagging_in_group)
-
-    def read(self, op: str, memory: torch.Tensor) -> torch.Tensor:
-        """Copy some bytes to the host after the work of the current stream, and wait for that with a limit."""
-        copied = torch.empty(memory.shape, dtype=memory.dtype, pin_memory=True)  # else the copy itself would wait
-        copied.copy_(memory, non_blocking=True)
-        done: Any = _cuda.Event()
-        done.record(_cuda.current_stream(memory.device))
-        self._wait_until(op, done.query, self._lagging_in_group)
-        return copied
-
-    def close(self, together: bool) -> None:
-        """Close with the world; `together` if all ranks close now. A rank that has left already delays it by 2 s."""
-        self._forget()
-        if not together:
-            self._group.abort()
-        try:
-            if together:
-                self.wait_for_all("close")  # with a limit, which the group's own wait for the device has not
-            self._group.close(min(self._world.timeout_s, CLOSING_S))
-        except RaymoeError:
-            self._group.abort()
-            raise
-
-    def _lagging_in_group(self) -> tuple[int, int, int]:
-        others = [rank for rank in range(self._world.size) if rank != self._world.rank] or [self._world.rank]
-        return self._group.lagging(others)
-
-    def _wait_until(self, op: str, is_done: Callable[[], bool], lagging: Lagging) -> None:
-        start = time.monotonic()
-        while time.monotonic() - start < _SPIN_S:
-            if is_done():
-                return
-        try:
-            if self._world.waiter.until(op, lagging()[0], is_done, self._world.timeout_s):
-                return
-            peer, seen, mine = lagging()
-            raise PeerTimeout(op, mine, peer, mine, seen, time.monotonic() - start, self._world.rank)
-        except RaymoeError:
-            self._group.abort()  # ends NCCL's waits on the device
-            raise
+_StorageWeakRef: Any = reductions.StorageWeakRef  # torch lacks annotations
 
 
 @dataclass(frozen=True)
 class CombinedGradients:
-    """What a combine of a backward pass takes home beside rows: the gradients of weights."""
+    """The gradients of weights that a combine of a backward pass returns beside the rows."""
 
     numbers: torch.Tensor | None
     """float32[C]: the number of each place."""
     out: torch.Tensor | None
-    """float32[T', K]: for the numbers of this rank's entries."""
+    """float32[T', K]: the memory for the numbers of this rank's entries."""
 
 
 NO_GRADIENTS = CombinedGradients(None, None)
@@ -172,7 +55,7 @@ class NcclAllgather:
     keeps_places = True
     sms: int | None = None
 
-    def __init__(self, world: World, spec: ExchangeSpec, rounds: Rounds, launcher: Launcher) -> None:
+    def __init__(self, world: World, spec: ExchangeSpec, rounds: NcclRounds, launcher: Launcher) -> None:
         self._spec, self._rounds, self._launcher = spec, rounds, launcher
         self._kernels = RoundKernels(world, spec, launcher, compact=False)
         self._memory = CapturedMemory(world.device)
@@ -183,7 +66,7 @@ class NcclAllgather:
         self._own_rows = self._own.view(dtype)
         peers = [rank for rank in range(world.size) if rank != world.rank]
         self._sends, self._receives = (
-            {rank: block[rank] for rank in peers} for block in (blocks.leaving, blocks.returned)
+            {rank: block[rank] for rank in peers} for block in (blocks.outgoing, blocks.returned)
         )
 
     @torch.no_grad()
@@ -193,11 +76,10 @@ class NcclAllgather:
 
     @torch.no_grad()
     def dispatch_again(self, tokens: Tokens, out: torch.Tensor | None, forward: Dispatched) -> Dispatched:
-        home = forward.saved(SavedMemory)
+        state = forward.saved(SavedMemory)
         with self._launcher.ordered("dispatch") as stream, self._memory():
-            got = self._dispatch(stream, tokens, out, home.used_on(stream), forward.site)
-            kept = got.saved(SavedMemory)
-            self._kernels.compare_passes(stream, self._kernels.rows_of(got), kept.memory)
+            got = self._dispatch(stream, tokens, out, state.used_on(stream), forward.site)
+            self._kernels.compare_passes(stream, self._kernels.rows_of(got), got.saved(SavedMemory).memory)
             return got
 
     def _dispatch(
@@ -209,33 +91,33 @@ class NcclAllgather:
         site: int = 0,
     ) -> Dispatched:
         kernels = self._kernels
-        kept = kernels.new_memory()
-        kernels.write_metadata(stream, tokens, kept, forward, site)
-        self._rounds.all_gather(*kernels.metadata(kept))
+        saved = kernels.new_memory()
+        kernels.write_metadata(stream, tokens, saved, forward, site)
+        self._rounds.all_gather(*kernels.metadata(saved))
         got = kernels.new(tokens, out, self)
-        got._saved = SavedMemory(kept, stream)
+        got._saved = SavedMemory(saved, stream)
         self._gather(tokens.x)
-        kernels.number(stream, got, kept)
+        kernels.number(stream, got, saved)
         if out is not None:
-            kernels.place(stream, got, kept)
+            kernels.place(stream, got, saved)
         return got
 
     def _gather(self, x: torch.Tensor) -> None:
         """Gather the rows of all ranks into the table."""
-        given = len(x)
-        if given < self._spec.tokens:
-            self._own_rows[:given].copy_(x)
-        self._rounds.all_gather(self._arriving, self._own if given < self._spec.tokens else x.view(torch.uint8))
+        rows, fewer = len(x), len(x) < self._spec.tokens
+        if fewer:
+            self._own_rows[:rows].copy_(x)
+        self._rounds.all_gather(self._arriving, self._own if fewer else x.view(torch.uint8))
 
     @torch.no_grad()
     def dispatch_known(self, x: torch.Tensor, got: Dispatched, out: torch.Tensor) -> None:
-        home = got.saved(SavedMemory)
+        state = got.saved(SavedMemory)
         with self._launcher.ordered("dispatch") as stream:
-            kept = home.used_on(stream)
+            saved = state.used_on(stream)
             # Ranks that dispatch gather their ids and weights here: all operations of a kind are the same for NCCL.
-            self._rounds.all_gather(*self._kernels.write_pass(stream, kept, got.site))
+            self._rounds.all_gather(*self._kernels.write_pass(stream, saved, got.site))
             self._gather(x)
-            self._kernels.place(stream, replace(got, x=out), kept)
+            self._kernels.place(stream, replace(got, x=out), saved)
             self._kernels.compare_passes(stream, out)
 
     @torch.no_grad()
@@ -248,23 +130,22 @@ class NcclAllgather:
         got: Dispatched,
         weighted: bool,
         out: torch.Tensor,
-        carried: CombinedGradients = NO_GRADIENTS,
+        gradients: CombinedGradients = NO_GRADIENTS,
     ) -> None:
-        home = got.saved(SavedMemory)
+        state = got.saved(SavedMemory)
         with self._launcher.ordered("combine") as stream:
-            kept = home.used_on(stream)
-            self._kernels.sum_entries(stream, rows, kept, weighted, carried.numbers, got.site)
+            saved = state.used_on(stream)
+            self._kernels.sum_entries(stream, rows, saved, weighted, gradients.numbers, got.site)
             if self._sends:
                 self._rounds.exchange(self._receives, self._sends)
-            self._kernels.sum_ranks(stream, kept, out, carried.out)
+            self._kernels.sum_ranks(stream, saved, out, gradients.out)
 
     @property
     def metadata_words(self) -> int:
         return self._kernels.metadata_words
 
     def pack(self, got: Dispatched) -> torch.Tensor:
-        home = got.saved(SavedMemory)
-        return self._kernels.packed(home.memory, got)
+        return self._kernels.packed(got.saved(SavedMemory).memory, got)
 
     def unpack(self, metadata: torch.Tensor, rows: torch.Tensor, weights: torch.Tensor, ids: Ids) -> Dispatched:  # noqa: ARG002
         return self._kernels.unpacked(metadata, weights, ids, self)
@@ -287,11 +168,11 @@ class NcclAllgather:
             raise_first(statuses, self._spec)
 
     def refusal_record(self) -> torch.Tensor:
-        """The words that a refused combine writes where the first one is 0 (domains/hierarchical_gpu.py)."""
+        """Return the words that a refused combine writes where the first one is 0 (domains/hierarchical_gpu.py)."""
         return self._kernels.refused_words
 
     def backward_record(self) -> torch.Tensor:
-        """The same words for dispatches in backward passes."""
+        """Return the words that a refused dispatch in a backward pass writes where the first one is 0."""
         return self._kernels.refused_passes
 
     def mark_passes(self, word: torch.Tensor) -> None:
@@ -318,12 +199,12 @@ class NcclAllgather:
 
 _NUMBER_BITS, _FORM_BITS = 32, 2
 _MOST_KNOWN = 64
-"""Storages of metadata, beside those that live, that are noted before those of dead tensors are forgotten."""
+"""Beside twice the live storages of metadata, how many are noted before those of dead tensors are forgotten."""
 
 
 @dataclass(frozen=True)
 class HostNumbers:
-    """The numbers of a dispatch that the host keeps."""
+    """The numbers of a dispatch on the host."""
 
     number: int
     """The dispatch, counted from 1."""
@@ -332,7 +213,7 @@ class HostNumbers:
 
     @classmethod
     def of_record(cls, record: torch.Tensor, ranks: int) -> HostNumbers:
-        """Take them from the bytes of a `DispatchRecord`."""
+        """Take the numbers from the bytes of a `DispatchRecord`."""
         at, words = DispatchRecord.offsets(), record.view(torch.int32)
         sent, received = (words[at[name] // 4 :][:ranks].tolist() for name in ("rows_to", "rows_from"))
         return cls(int(record.view(torch.int64)[at["number"] // 8]), sent, received)
@@ -351,7 +232,7 @@ class NumbersByMetadata:
 
     def add(self, metadata: torch.Tensor, numbers: HostNumbers) -> None:
         if len(self._known) >= self._most:
-            self._known = {key: each for key, each in self._known.items() if not each[0].expired()}
+            self._known = {key: known for key, known in self._known.items() if not known[0].expired()}
             self._most = 2 * len(self._known) + _MOST_KNOWN
         reference = _StorageWeakRef(metadata.untyped_storage())
         self._known[reference.cdata] = reference, numbers
@@ -364,10 +245,9 @@ class NumbersByMetadata:
 
 
 @dataclass(frozen=True)
-class SavedCounts:
-    """The state of a dispatch that its combine needs."""
+class SavedCounts(SavedMemory):
+    """The memory that a dispatch saves for its combine, and the numbers on the host."""
 
-    kept: SavedMemory
     numbers: HostNumbers
 
 
@@ -382,22 +262,22 @@ class NcclCollective:
 
     Word (rank, parity) is {combines so far, dispatch, form}. That rank writes it, at every rank, after the word of its
     call site. There are two of each, because a peer may be one combine ahead. The form is whether the combine is
-    weighted, plus CARRIES if it takes numbers home.
+    weighted, plus CARRIES if it returns numbers of entries.
     """
 
     capturable = False
     keeps_places = False
     sms: int | None = None
 
-    def __init__(self, world: World, spec: ExchangeSpec, rounds: Rounds, launcher: Launcher) -> None:
+    def __init__(self, world: World, spec: ExchangeSpec, rounds: NcclRounds, launcher: Launcher) -> None:
         self._world, self._spec, self._rounds, self._launcher = world, spec, rounds, launcher
         self._kernels = RoundKernels(world, spec, launcher, compact=True)
         blocks, size = self._kernels.blocks, world.size
         self._peers = [rank for rank in range(size) if rank != world.rank]
         self._arriving = blocks.table[:-1].view(size, spec.tokens, -1).unbind()
         self._packed = blocks.packed.unbind()
-        self._sums, self._returned = (each.view(size, -1).unbind() for each in (blocks.leaving, blocks.returned))
-        self._numbers, self._returned_numbers = blocks.leaving_numbers.unbind(), blocks.returned_numbers.unbind()
+        self._sums, self._returned = (sums.view(size, -1).unbind() for sums in (blocks.outgoing, blocks.returned))
+        self._numbers, self._returned_numbers = blocks.outgoing_numbers.unbind(), blocks.returned_numbers.unbind()
         self._host_counts = launcher.words(1 + 2 * size)
         self._dispatches = self._combines = 0
         self._numbers_of = NumbersByMetadata()
@@ -421,9 +301,8 @@ class NcclCollective:
         """Dispatch in a backward pass. The passes of all ranks come with their ids, and a kernel compares them."""
         state = forward.saved(SavedCounts)
         with self._launcher.ordered("dispatch") as stream:
-            got = self._dispatch(stream, tokens, out, state.kept.used_on(stream), forward.site)
-            state = got.saved(SavedCounts)
-            self._kernels.compare_passes(stream, self._kernels.rows_of(got), state.kept.memory)
+            got = self._dispatch(stream, tokens, out, state.used_on(stream), forward.site)
+            self._kernels.compare_passes(stream, self._kernels.rows_of(got), got.saved(SavedCounts).memory)
             return got
 
     @torch.no_grad()
@@ -437,19 +316,19 @@ class NcclCollective:
     def pack(self, got: Dispatched) -> torch.Tensor:
         """Pack what the device needs. The host's numbers stay on the host, and in the dispatch's record."""
         state = got.saved(SavedCounts)
-        metadata = self._kernels.packed(state.kept.memory, got)
+        metadata = self._kernels.packed(state.memory, got)
         self._numbers_of.add(metadata, state.numbers)
         return metadata
 
     def unpack(self, metadata: torch.Tensor, rows: torch.Tensor, weights: torch.Tensor, ids: Ids) -> Dispatched:  # noqa: ARG002
         """Make the result of a dispatch again. For a copy of the metadata the host waits, with a limit."""
         got = self._kernels.unpacked(metadata, weights, ids, self)
-        kept = got.saved(SavedMemory)
+        state = got.saved(SavedMemory)
         numbers = self._numbers_of.of(metadata)
-        if numbers is None:  # a hook of autograd, for example, keeps what a backward pass needs on the CPU
-            record = self._rounds.read("combine", self._kernels.record_of(kept.memory))
+        if numbers is None:  # a hook of autograd, for example, moves what a backward pass needs to the CPU and back
+            record = self._rounds.read("combine", self._kernels.record_of(state.memory))
             numbers = HostNumbers.of_record(record, self._world.size)
-        got._saved = SavedCounts(kept, numbers)
+        got._saved = SavedCounts(state.memory, state.stream, numbers)
         return got
 
     @torch.no_grad()
@@ -485,14 +364,14 @@ class NcclCollective:
         site: int = 0,
     ) -> Dispatched:
         kernels = self._kernels
-        kept = kernels.new_memory()
+        saved = kernels.new_memory()
         self._dispatches += 1
-        kernels.write_metadata(stream, tokens, kept, forward, site)
-        self._rounds.all_gather(*kernels.metadata(kept))
+        kernels.write_metadata(stream, tokens, saved, forward, site)
+        self._rounds.all_gather(*kernels.metadata(saved))
         got = kernels.new(tokens, out, self)  # here, because the device is busy now
-        kernels.number(stream, got, kept, self._host_counts)
-        kernels.pack(stream, tokens, kept, own=out is None)
-        self._rounds.wait("dispatch", self._counts_are_here)
+        kernels.number(stream, got, saved, self._host_counts)
+        kernels.pack(stream, tokens, saved, own=out is None)
+        self._rounds.wait("dispatch", lambda: self._host_counts.read(0, 1)[0] >= self._dispatches)
         self._world.waiter.fence()  # orders the load of the dispatch's number before the loads of the counts
         row_counts, size = self._host_counts.read(1, 2 * self._world.size), self._world.size
         send_counts, receive_counts = row_counts[:size], row_counts[size:]
@@ -502,8 +381,8 @@ class NcclCollective:
                 {rank: self._packed[rank][: send_counts[rank]] for rank in self._peers},
             )
         if out is not None:
-            kernels.place(stream, got, kept, own=tokens.x)
-        got._saved = SavedCounts(SavedMemory(kept, stream), HostNumbers(self._dispatches, send_counts, receive_counts))
+            kernels.place(stream, got, saved, own=tokens.x)
+        got._saved = SavedCounts(saved, stream, HostNumbers(self._dispatches, send_counts, receive_counts))
         return got
 
     def _combine(
@@ -512,22 +391,22 @@ class NcclCollective:
         got: Dispatched,
         weighted: bool,
         out: torch.Tensor,
-        carried: CombinedGradients = NO_GRADIENTS,
+        gradients: CombinedGradients = NO_GRADIENTS,
     ) -> None:
         state = got.saved(SavedCounts)
-        form = weighted + (0 if carried.numbers is None else CARRIES)
+        form = weighted + (0 if gradients.numbers is None else CARRIES)
         self._announce_combine(state.numbers.number, form, got.site)
         with self._launcher.ordered("combine") as stream:
-            kept = state.kept.used_on(stream)
-            self._kernels.sum_entries(stream, rows, kept, weighted, carried.numbers, got.site)
+            saved = state.used_on(stream)
+            self._kernels.sum_entries(stream, rows, saved, weighted, gradients.numbers, got.site)
             if not self._all_combine_the_same():
                 out.fill_(torch.nan)
-                if carried.out is not None:
-                    carried.out.fill_(torch.nan)
+                if gradients.out is not None:
+                    gradients.out.fill_(torch.nan)
                 return
             if self._peers:
-                self._exchange(state.numbers, carried.numbers is not None)
-            self._kernels.sum_ranks(stream, kept, out, carried.out)
+                self._exchange(state.numbers, gradients.numbers is not None)
+            self._kernels.sum_ranks(stream, saved, out, gradients.out)
 
     def _exchange(self, counts: HostNumbers, entries: bool) -> None:
         """Exchange the sums of a combine, and the numbers of its entries."""
@@ -542,9 +421,6 @@ class NcclCollective:
                 {rank: self._numbers[rank] for rank in self._peers},
             )
 
-    def _counts_are_here(self) -> bool:
-        return self._host_counts.read(0, 1)[0] >= self._dispatches
-
     def _announce_combine(self, number: int, form: int, site: int) -> None:
         """Announce to all ranks which dispatch this rank combines, in which form, and from which call site."""
         self._combines += 1
@@ -557,12 +433,12 @@ class NcclCollective:
             words[at] = word
 
     def _announced(self, words: Sequence[Words]) -> list[int]:
-        """The words of all ranks for this combine."""
-        mine, turn = words[self._world.rank], self._combines % 2
-        return [mine[2 * rank + turn] for rank in range(self._world.size)]
+        """Return the words of all ranks for this combine."""
+        own, turn = words[self._world.rank], self._combines % 2
+        return [own[2 * rank + turn] for rank in range(self._world.size)]
 
     def _combines_begun(self) -> list[int]:
-        """How many combines each rank has begun, by these words."""
+        """Return how many combines each rank has begun, by these words."""
         return [word >> _NUMBER_BITS + _FORM_BITS for word in self._announced(self._words)]
 
     def _lagging(self) -> tuple[int, int, int]:
@@ -571,16 +447,15 @@ class NcclCollective:
         return combined.index(seen), seen, self._combines
 
     def _all_combine_the_same(self) -> bool:
-        """Whether all ranks combine the same dispatch in the same way. All ranks get the same answer."""
+        """Whether all ranks combine one dispatch in one way. All ranks get the same answer."""
         self._rounds.wait("combine", lambda: min(self._combines_begun()) >= self._combines, self._lagging)
         self._world.waiter.fence()  # orders the loads of these words before those of the sites
-        found, sites = self._announced(self._words), self._announced(self._sites)
-        if len(set(found)) == len(set(sites)) == 1:
+        words, sites = self._announced(self._words), self._announced(self._sites)
+        if len(set(words)) == len(set(sites)) == 1:
             return True
         forms, last = (1 << _FORM_BITS) - 1, (1 << _NUMBER_BITS) - 1
-        said = [
+        self._differing = self._differing or [
             Refusal(Cause.NONE, word & forms | site << SITE_SHIFT, word >> _FORM_BITS & last)
-            for word, site in zip(found, sites, strict=True)
+            for word, site in zip(words, sites, strict=True)
         ]
-        self._differing = self._differing or said
         return False

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Protocol, TypeAlias
 
 import torch
 
@@ -21,28 +20,6 @@ from raymoe.exchange.spec import ExchangeSpec
 from raymoe.memory.layout import ITEM_BYTES, round_up
 from raymoe.memory.world import CLOSING_S, World
 from raymoe.net.nccl import BackgroundWait
-
-Lagging: TypeAlias = Callable[[], tuple[int, int, int]]
-"""Names a peer that is late, or any peer if none is: the peer, its count of operations, and this rank's count."""
-
-
-class Rounds(Protocol):
-    """Moves bytes between all ranks of a world, on the current stream. `NcclRounds` does it by NCCL."""
-
-    def all_gather(self, out: torch.Tensor, mine: torch.Tensor) -> None:
-        """Gather `mine` of all ranks into `out`, in rank order. `mine` may be this rank's part of `out`."""
-
-    def exchange(self, receives: Mapping[int, torch.Tensor], sends: Mapping[int, torch.Tensor]) -> None:
-        """Send bytes to, and receive bytes from, each other rank. An empty tensor means no bytes."""
-
-    def wait(self, op: str, is_done: Callable[[], bool], lagging: Lagging | None = None) -> None:
-        """Wait until `is_done`, or raise `PeerTimeout` of the peer that `lagging` names."""
-
-    def wait_for_all(self, op: str) -> None:
-        """Wait for the device, replays on other streams included."""
-
-    def read(self, op: str, memory: torch.Tensor) -> torch.Tensor:
-        """Copy some bytes to the host after the work of the current stream, and wait for that with a limit."""
 
 
 class SharedLauncher(Launcher):
@@ -78,9 +55,9 @@ class Blocks:
 
     table: torch.Tensor  # [R * T + 1, row_bytes]: rows that arrive, source after source; the last row stays zero
     packed: torch.Tensor  # [R, T + 1, row_bytes]: rows that a dispatch sends
-    leaving: torch.Tensor  # [R, bytes of a block]: sums that a combine sends
+    outgoing: torch.Tensor  # [R, bytes of a block]: sums that a combine sends
     returned: torch.Tensor  # [R, bytes of a block]: sums that arrive
-    leaving_numbers: torch.Tensor  # [R, T * K * 4]: a float32 of each entry, that a combine for gradients sends
+    outgoing_numbers: torch.Tensor  # [R, T * K * 4]: a float32 of each entry, that a combine for gradients sends
     returned_numbers: torch.Tensor  # [R, T * K * 4]: those that arrive
     skew: int  # bytes that a block of a combine has besides T + 1 rows; below 0: fewer
 
@@ -95,27 +72,29 @@ class Blocks:
         number_bytes = spec.tokens * spec.topk * NUMBER_BYTES
         if not sizes.compact:
             sums = spec.tokens * spec.combine_row_bytes + Refusal.NBYTES
-            leaving, returned = (empty(sizes.ranks, sums + round_up(number_bytes, 16)) for _ in range(2))
-            leaving_numbers, returned_numbers = (each[:, sums : sums + number_bytes] for each in (leaving, returned))
-            skew = leaving.shape[1] - (spec.tokens + 1) * spec.combine_row_bytes
-            return cls(table, leaving[:0], leaving, returned, leaving_numbers, returned_numbers, skew)
+            outgoing, returned = (empty(sizes.ranks, sums + round_up(number_bytes, 16)) for _ in range(2))
+            outgoing_numbers, returned_numbers = (
+                blocks[:, sums : sums + number_bytes] for blocks in (outgoing, returned)
+            )
+            skew = outgoing.shape[1] - (spec.tokens + 1) * spec.combine_row_bytes
+            return cls(table, outgoing[:0], outgoing, returned, outgoing_numbers, returned_numbers, skew)
         memory = empty(rows * max(spec.row_bytes, spec.combine_row_bytes))
         packed = memory[: rows * spec.row_bytes].view(sizes.ranks, spec.tokens + 1, -1)
-        leaving = memory[: rows * spec.combine_row_bytes].view(sizes.ranks, -1)
-        leaving_numbers, returned_numbers = (empty(sizes.ranks, number_bytes) for _ in range(2))
-        return cls(table, packed, leaving, torch.empty_like(leaving), leaving_numbers, returned_numbers, skew=0)
+        outgoing = memory[: rows * spec.combine_row_bytes].view(sizes.ranks, -1)
+        outgoing_numbers, returned_numbers = (empty(sizes.ranks, number_bytes) for _ in range(2))
+        return cls(table, packed, outgoing, torch.empty_like(outgoing), outgoing_numbers, returned_numbers, skew=0)
 
 
 @dataclass(frozen=True)
 class SavedMemory:
-    """The memory that a dispatch keeps for its combine, and the driver's number of the dispatch's stream."""
+    """The memory that a dispatch saves for its combine, and the driver's number of the dispatch's stream."""
 
     memory: torch.Tensor
     stream: int | None
     """None: the memory is kept for the current stream already."""
 
     def used_on(self, stream: int) -> torch.Tensor:
-        """The memory for work on `stream`, which must be the current one."""
+        """Return the memory for work on `stream`, which must be the current one."""
         if self.stream is not None and stream != self.stream:
             keep_for_current_stream(self.memory)
         return self.memory
@@ -144,7 +123,7 @@ class RoundKernels:
             self._make_passes()
 
     def new_memory(self) -> torch.Tensor:
-        """Allocate the memory that a dispatch keeps for its combine."""
+        """Allocate the memory that a dispatch saves for its combine."""
         return self._empty(self._sizes.memory_bytes, torch.uint8)
 
     def new(self, tokens: Tokens, out: torch.Tensor | None, owner: object) -> Dispatched:
@@ -161,16 +140,16 @@ class RoundKernels:
         )
 
     def rows_of(self, got: Dispatched) -> torch.Tensor:
-        """The rows of a dispatch. With layout rank the table, without its row of zeros."""
+        """Return the rows of a dispatch: with layout rank the table, without its row of zeros."""
         return got.x if got.index is None else self._table[:-1]
 
-    def metadata(self, kept: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """The memory for all ranks' ids and weights, and this rank's part of it."""
-        each = self._sizes.metadata_bytes
-        return kept[: self._size * each], kept[self._rank * each : (self._rank + 1) * each]
+    def metadata(self, saved: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return the memory for all ranks' ids and weights, and this rank's part of it."""
+        nbytes = self._sizes.metadata_bytes
+        return saved[: self._size * nbytes], saved[self._rank * nbytes : (self._rank + 1) * nbytes]
 
     def write_metadata(
-        self, stream: int, tokens: Tokens, kept: torch.Tensor, forward: torch.Tensor | None = None, site: int = 0
+        self, stream: int, tokens: Tokens, saved: torch.Tensor, forward: torch.Tensor | None = None, site: int = 0
     ) -> None:
         """Write this rank's ids and weights into its part of `metadata`.
 
@@ -178,12 +157,12 @@ class RoundKernels:
         """
         self._publish_routing(
             stream,
-            kept=kept,
+            saved=saved,
             topk_idx=tokens.topk_idx,
             topk_weights=tokens.topk_weights,
             num_tokens=tokens.num_tokens,
             wide_topk_idx=int(tokens.topk_idx.dtype == torch.int64),
-            given=tokens.x.shape[0],
+            x_rows=tokens.x.shape[0],
             forward=None if forward is None else self._number_of(forward),
             site=site,
             mark=self._mark,
@@ -198,42 +177,42 @@ class RoundKernels:
         self._publish_pass(stream, number=self._number_of(forward), site=site, mark=self._mark)
         return self._pass_metadata, self._own_pass_metadata
 
-    def compare_passes(self, stream: int, rows: torch.Tensor, kept: torch.Tensor | None = None) -> None:
-        """Fill `rows` with NaN if the passes of all ranks differ: those in `kept`, by default those of `write_pass`."""
-        passes = (self._pass_metadata if kept is None else kept)[self._sizes.metadata_bytes - Refusal.NBYTES :]
+    def compare_passes(self, stream: int, rows: torch.Tensor, saved: torch.Tensor | None = None) -> None:
+        """Fill `rows` with NaN if the ranks' passes differ: those in `saved`, by default those of `write_pass`."""
+        passes = (self._pass_metadata if saved is None else saved)[self._sizes.metadata_bytes - Refusal.NBYTES :]
         self._compare_passes(stream, passes=passes, rows=rows, bytes=rows.nbytes)
 
-    def number(self, stream: int, got: Dispatched, kept: torch.Tensor, host_counts: HostWords | None = None) -> None:
+    def number(self, stream: int, got: Dispatched, saved: torch.Tensor, host_counts: HostWords | None = None) -> None:
         """Compute places, counts, offsets, weights and index from all ranks' ids and weights.
 
         With `host_counts`, also write the number of rows to and from each rank there.
         """
-        self._count(stream, kept=kept)
+        self._count(stream, saved=saved)
         self._number(
             stream,
-            kept=kept,
+            saved=saved,
             out_weights=got.weights,
             expert_offsets=got.expert_offsets,
             expert_counts=got.expert_counts,
             index=got.index,
             host_counts=None if host_counts is None else host_counts.memory,
-            given=got.tokens,
+            x_rows=got.tokens,
         )
 
-    def pack(self, stream: int, tokens: Tokens, kept: torch.Tensor, *, own: bool) -> None:
+    def pack(self, stream: int, tokens: Tokens, saved: torch.Tensor, *, own: bool) -> None:
         """Copy rows of `x` into the blocks for the other ranks; with `own` also into this rank's block of the table."""
-        self._pack(stream, rows=tokens.x, kept=kept, count=tokens.x.shape[0])
+        self._pack(stream, rows=tokens.x, saved=saved, count=tokens.x.shape[0])
         if own:
-            self._pack_own(stream, rows=tokens.x, kept=kept, count=tokens.x.shape[0])
+            self._pack_own(stream, rows=tokens.x, saved=saved, count=tokens.x.shape[0])
 
-    def place(self, stream: int, got: Dispatched, kept: torch.Tensor, own: torch.Tensor | None = None) -> None:
+    def place(self, stream: int, got: Dispatched, saved: torch.Tensor, own: torch.Tensor | None = None) -> None:
         """Copy rows of the table to their places. This rank's rows come from `own` if that is given."""
         zeros = self._spec.padding == "zero"
         self._place(
             stream,
             own=own,
             own_count=0 if own is None else own.shape[0],
-            kept=kept,
+            saved=saved,
             out=got.x,
             expert_offsets=got.expert_offsets if zeros else None,
             expert_counts=got.expert_counts if zeros else None,
@@ -243,7 +222,7 @@ class RoundKernels:
         self,
         stream: int,
         rows: torch.Tensor,
-        kept: torch.Tensor,
+        saved: torch.Tensor,
         weighted: bool,
         numbers: torch.Tensor | None = None,
         site: int = 0,
@@ -252,13 +231,13 @@ class RoundKernels:
 
         With `numbers`, float32[C], also write the number of each entry into the blocks of numbers.
         """
-        self._sum_entries(stream, kept=kept, rows=rows, weighted=int(weighted), numbers=numbers, site=site)
+        self._sum_entries(stream, saved=saved, rows=rows, weighted=int(weighted), numbers=numbers, site=site)
 
     def sum_ranks(
-        self, stream: int, kept: torch.Tensor, y: torch.Tensor, out_numbers: torch.Tensor | None = None
+        self, stream: int, saved: torch.Tensor, y: torch.Tensor, out_numbers: torch.Tensor | None = None
     ) -> None:
         """Add the sums that arrived into y, and write the numbers of entries, [T', K]; NaN if the step is refused."""
-        self._sum_ranks(stream, kept=kept, y=y, given=y.shape[0], out_numbers=out_numbers)
+        self._sum_ranks(stream, saved=saved, y=y, y_rows=y.shape[0], out_numbers=out_numbers)
 
     # For gradients: the metadata of a dispatch as one tensor.
 
@@ -266,9 +245,9 @@ class RoundKernels:
     def metadata_words(self) -> int:
         return self._sizes.memory_bytes // 4 + 2 * self._sizes.local + 1
 
-    def packed(self, kept: torch.Tensor, got: Dispatched) -> torch.Tensor:
+    def packed(self, saved: torch.Tensor, got: Dispatched) -> torch.Tensor:
         """Join the memory of a dispatch and the offsets and counts of its result."""
-        return torch.cat((kept.view(torch.int32), got.expert_offsets, got.expert_counts))
+        return torch.cat((saved.view(torch.int32), got.expert_offsets, got.expert_counts))
 
     def unpacked(self, metadata: torch.Tensor, weights: torch.Tensor, ids: Ids, owner: object) -> Dispatched:
         """Make the result of a dispatch again, without rows. It saves memory."""
@@ -290,41 +269,41 @@ class RoundKernels:
         """int64 words on the device: 1 where a combine was refused, a spare one, and each rank's status."""
         return self._refused.view(torch.int64)
 
-    def record_of(self, kept: torch.Tensor) -> torch.Tensor:
-        """The bytes of a dispatch's `DispatchRecord` in its memory."""
-        return kept[self._memory.record :][: rounds.DispatchRecord.nbytes()]
+    def record_of(self, saved: torch.Tensor) -> torch.Tensor:
+        """Return the bytes of a dispatch's `DispatchRecord` in its memory."""
+        return saved[self._memory.record :][: rounds.DispatchRecord.nbytes()]
 
     @property
     def refused_passes(self) -> torch.Tensor:
-        """The same words for dispatches in backward passes."""
+        """int64 words on the device: 1 where a dispatch in a backward pass was refused, a spare one, the statuses."""
         return self._refused_passes.view(torch.int64)
 
     def take_refused(self, read: Callable[[str, torch.Tensor], torch.Tensor]) -> list[Refusal]:
         """Take the statuses of all ranks in the first refused combine since the last call; empty if there is none.
 
-        `read` copies them to the host, after the work of the stream, as `Rounds.read` does.
+        `read` copies them to the host, after the work of the stream, as `NcclRounds.read` does.
         """
         return self._take(read, self._refused)
 
     def take_refused_passes(self, read: Callable[[str, torch.Tensor], torch.Tensor]) -> list[Refusal]:
-        """The same for dispatches in backward passes."""
+        """Take the statuses of all ranks in the first refused dispatch in a backward pass since the last call."""
         return self._take(read, self._refused_passes)
 
     def _take(self, read: Callable[[str, torch.Tensor], torch.Tensor], refused: torch.Tensor) -> list[Refusal]:
-        found = read("check", refused).numpy().tobytes()
-        if not any(found[:8]):
+        record = read("check", refused).numpy().tobytes()
+        if not any(record[:8]):
             return []
         refused.zero_()
         begin, size = 16, Refusal.NBYTES
-        return [Refusal.unpack(found[begin + rank * size :][:size]) for rank in range(self._size)]
+        return [Refusal.unpack(record[begin + rank * size :][:size]) for rank in range(self._size)]
 
     def _empty(self, count: int, dtype: torch.dtype) -> torch.Tensor:
         return torch.empty(count, dtype=dtype, device=self._device)
 
     def _make_numbering(self) -> None:
         spec, sizes, launcher = self._spec, self._sizes, self._launcher
-        # The words that are kept between dispatches, with the first values of PublishScratch. Filled on the device: a
-        # copy from the host would wait for the stream without a limit.
+        # The words stay between dispatches, and begin with the first values of PublishScratch. They are filled on the
+        # device: a copy from the host would wait for the stream without a limit.
         self._publish_scratch = torch.zeros(3, dtype=torch.int64, device=self._device)
         self._publish_scratch[:1].fill_(-1)
         entries = sizes.tokens * sizes.topk
@@ -374,11 +353,11 @@ class RoundKernels:
         )
         self._place: Launch = ready(rounds.SPREAD, shape, place, rows=self.blocks.table)
         shape = self._shape(rounds.SPREAD, sizes.tokens * pieces * 32 // self._launcher.threads + 1)
-        home = self._memory.home
-        pack = replace(base, to=home, stride=sizes.ranks, width=sizes.ranks, skip=self._rank)
+        returned_rows = self._memory.returned_rows
+        pack = replace(base, to=returned_rows, stride=sizes.ranks, width=sizes.ranks, skip=self._rank)
         self._pack: Launch = ready(rounds.SPREAD, shape, pack, out=self.blocks.packed)
-        # `home` counts rows in blocks of T + 1 rows; the table's blocks have T.
-        own = replace(base, to=home + 4 * self._rank, stride=sizes.ranks, width=1, first_row=self._rank)
+        # `returned_rows` counts rows in blocks of T + 1 rows; the table's blocks have T.
+        own = replace(base, to=returned_rows + 4 * self._rank, stride=sizes.ranks, width=1, first_row=self._rank)
         self._pack_own: Launch = ready(rounds.SPREAD, shape, own, out=self.blocks.table)
 
     def _make_sums(self) -> None:
@@ -387,33 +366,33 @@ class RoundKernels:
         pieces = rounds.sum_pieces(spec.row_bytes, ITEM_BYTES[spec.dtype], ITEM_BYTES[spec.combine_wire])
         row, wire = spec.row_bytes, spec.combine_row_bytes
         units = sizes.tokens * pieces * 32 // self._launcher.threads + 1
-        blocks = {"skew": self.blocks.skew % 2**32, "number_stride": self.blocks.leaving_numbers.stride(0)}
+        blocks = {"skew": self.blocks.skew % 2**32, "number_stride": self.blocks.outgoing_numbers.stride(0)}
         self._sum_entries: Launch = ready(
             entries,
             self._shape(entries, units * sizes.ranks),
             rounds.SumEntriesParams(self._memory, row_bytes=row, wire_row_bytes=wire, pieces=pieces),
-            leaving=self.blocks.leaving,
-            leaving_numbers=self.blocks.leaving_numbers,
+            outgoing=self.blocks.outgoing,
+            outgoing_numbers=self.blocks.outgoing_numbers,
             **blocks,
         )
         self._sum_ranks: Launch = ready(
             ranks,
             self._shape(ranks, units),
             rounds.SumRanksParams(self._memory, row_bytes=row, wire_row_bytes=wire, pieces=pieces),
-            leaving=self.blocks.leaving,
+            outgoing=self.blocks.outgoing,
             returned=self.blocks.returned,
             refused=self._refused,
-            leaving_numbers=self.blocks.leaving_numbers,
+            outgoing_numbers=self.blocks.outgoing_numbers,
             returned_numbers=self.blocks.returned_numbers,
             **blocks,
         )
 
     def _make_passes(self) -> None:
         sizes, ready = self._sizes, self._launcher.ready
-        each = sizes.metadata_bytes
+        nbytes = sizes.metadata_bytes
         # Ids of NOWHERE: a rank that routes while this one's routing is known gets no row from it.
-        self._pass_metadata = torch.full((sizes.ranks * each,), 0xFF, dtype=torch.uint8, device=self._device)
-        self._own_pass_metadata = self._pass_metadata[self._rank * each : (self._rank + 1) * each]
+        self._pass_metadata = torch.full((sizes.ranks * nbytes,), 0xFF, dtype=torch.uint8, device=self._device)
+        self._own_pass_metadata = self._pass_metadata[self._rank * nbytes : (self._rank + 1) * nbytes]
         own = self._own_pass_metadata[-Refusal.NBYTES :]
         begin = rounds.PublishScratch.offsets()["number"] // 8
         self._publish_pass: Launch = ready(
@@ -423,17 +402,17 @@ class RoundKernels:
             into=own,
             dispatches=self._publish_scratch[begin : begin + 1],
         )
-        params = rounds.ComparePassesParams(stride=each, ranks=sizes.ranks)
+        params = rounds.ComparePassesParams(stride=nbytes, ranks=sizes.ranks)
         shape = self._shape(rounds.COMPARE_PASSES, self._launcher.sms)
         refused = self._refused_passes
         self._compare_passes: Launch = ready(rounds.COMPARE_PASSES, shape, params, refused=refused)
 
-    def _number_of(self, kept: torch.Tensor) -> torch.Tensor:
-        """The number of a dispatch, in its memory."""
+    def _number_of(self, saved: torch.Tensor) -> torch.Tensor:
+        """Return the number of a dispatch, in its memory."""
         begin = self._memory.record + rounds.DispatchRecord.offsets()["number"]
-        return kept[begin : begin + 8]
+        return saved[begin : begin + 8]
 
     def _shape(self, source: KernelSource, blocks: int) -> Shape:
-        """A shape with as many blocks as there is work for, limited to those that can be resident at once."""
+        """Return a shape with as many blocks as there is work for, limited to those that can be resident at once."""
         shape = Shape(1, self._launcher.threads)
         return replace(shape, blocks=max(1, min(blocks, self._launcher.resident(source, shape))))

@@ -17,9 +17,9 @@ from raymoe.exchange.packed_refusal import PackedRefusal
 MOST_RANKS = 16
 THREADS = 256
 MOST_SHARED_BYTES = 48 << 10
-"""Shared memory of a block that counts: every GPU has that much."""
+"""The most shared memory of a block that counts: every GPU has it."""
 MOST_EXPERTS = 3072
-"""Experts on a rank: one warp has counters for so many in that much shared memory."""
+"""The most experts on a rank: the counters of one warp fit into MOST_SHARED_BYTES."""
 VECTOR_BYTES = 16
 SPREAD_VECTORS = 128
 """Vectors of a row that a warp moves at a time."""
@@ -30,7 +30,7 @@ class DispatchMemory(Params):
     """Twin of the struct in kernels/include/raymoe/nccl/rounds.cuh: the layout of a dispatch's memory."""
 
     record: U64
-    home: U64
+    returned_rows: U64
     row_of: U64
     places: U64
     rank: U32
@@ -42,7 +42,7 @@ class DispatchMemory(Params):
 
     @classmethod
     def of(cls, sizes: Sizes, rank: int) -> DispatchMemory:
-        """The layout for an exchange of these sizes.
+        """Return the layout for an exchange of these sizes.
 
         >>> DispatchMemory.of(Sizes(ranks=2, tokens=3, topk=2, local=4, compact=True), rank=1).record
         128
@@ -51,9 +51,9 @@ class DispatchMemory(Params):
         for nbytes in sizes.regions():
             offsets.append(end)
             end += -(-nbytes // VECTOR_BYTES) * VECTOR_BYTES
-        _, record, home, row_of, places = offsets  # the metadata of all ranks comes first
+        _, record, returned_rows, row_of, places = offsets  # the metadata of all ranks comes first
         numbers = rank, sizes.ranks, sizes.tokens, sizes.topk, sizes.local, int(sizes.compact)
-        return cls(record, home, row_of, places, *numbers)
+        return cls(record, returned_rows, row_of, places, *numbers)
 
 
 @dataclass(frozen=True)
@@ -72,13 +72,12 @@ class Sizes:
         return -(-self.tokens * self.topk * 8 // VECTOR_BYTES) * VECTOR_BYTES + PackedRefusal.nbytes()
 
     def regions(self) -> tuple[int, ...]:
-        """Bytes of each part of a dispatch's memory: metadata of all ranks, record, home, row_of, places."""
+        """Bytes of each part of a dispatch's memory: metadata of all ranks, record, returned_rows, row_of, places."""
         all_tokens = self.ranks * self.tokens
-        home = self.tokens * self.ranks * 4
         return (
             self.ranks * self.metadata_bytes,
             DispatchRecord.nbytes(),
-            home,
+            self.tokens * self.ranks * 4,
             all_tokens * 4,
             all_tokens * self.topk * 4,
         )
@@ -97,7 +96,7 @@ class Sizes:
         return 4 * ((warps + 2) * self.local + (warps + 1) * (self.ranks + 1) + warps)
 
     def numbering_warps(self, most: int = THREADS // 32) -> int:
-        """The warps of a block of number_entries: each has a counter for each expert in shared memory.
+        """Return the warps of a block of number_entries: each has a counter for each expert in shared memory.
 
         >>> Sizes(4, 4096, 8, 64, False).numbering_warps(), Sizes(1, 64, 8, MOST_EXPERTS, False).numbering_warps()
         (8, 1)
@@ -130,7 +129,7 @@ class PublishScratch(Params):
 @dataclass(frozen=True)
 class PublishRoutingParams(Params):
     memory: DispatchMemory
-    kept: Address = 0
+    saved: Address = 0
     topk_idx: Address = 0
     topk_weights: Address = 0
     num_tokens: Address = 0
@@ -138,7 +137,7 @@ class PublishRoutingParams(Params):
     mark: Address = 0
     scratch: Address = 0
     wide_topk_idx: U32 = 0
-    given: U32 = 0
+    x_rows: U32 = 0
     experts: U32 = 0
     site: U32 = 0
 
@@ -146,7 +145,7 @@ class PublishRoutingParams(Params):
 @dataclass(frozen=True)
 class CountParams(Params):
     memory: DispatchMemory
-    kept: Address = 0
+    saved: Address = 0
     stats: Address = 0
     runs: U32 = 0
     unused: U32 = 0
@@ -155,7 +154,7 @@ class CountParams(Params):
 @dataclass(frozen=True)
 class NumberParams(Params):
     memory: DispatchMemory
-    kept: Address = 0
+    saved: Address = 0
     stats: Address = 0
     out_weights: Address = 0
     expert_offsets: Address = 0
@@ -163,7 +162,7 @@ class NumberParams(Params):
     index: Address = 0
     host_counts: Address = 0
     runs: U32 = 0
-    given: U32 = 0
+    x_rows: U32 = 0
     capacity: U32 = 0
     alignment: U32 = 0
     zero_row: U32 = 0
@@ -175,7 +174,7 @@ class SpreadParams(Params):
     rows: Address = 0
     own: Address = 0
     out: Address = 0
-    kept: Address = 0
+    saved: Address = 0
     source: U64 = 2**64 - 1
     to: U64 = 0
     expert_offsets: Address = 0
@@ -195,11 +194,11 @@ class SpreadParams(Params):
 @dataclass(frozen=True)
 class SumEntriesParams(Params):
     memory: DispatchMemory
-    kept: Address = 0
+    saved: Address = 0
     rows: Address = 0
-    leaving: Address = 0
+    outgoing: Address = 0
     numbers: Address = 0
-    leaving_numbers: Address = 0
+    outgoing_numbers: Address = 0
     row_bytes: U32 = 0
     wire_row_bytes: U32 = 0
     pieces: U32 = 0
@@ -213,18 +212,18 @@ class SumEntriesParams(Params):
 @dataclass(frozen=True)
 class SumRanksParams(Params):
     memory: DispatchMemory
-    kept: Address = 0
-    leaving: Address = 0
+    saved: Address = 0
+    outgoing: Address = 0
     returned: Address = 0
     y: Address = 0
     refused: Address = 0
-    leaving_numbers: Address = 0
+    outgoing_numbers: Address = 0
     returned_numbers: Address = 0
     out_numbers: Address = 0
     row_bytes: U32 = 0
     wire_row_bytes: U32 = 0
     pieces: U32 = 0
-    given: U32 = 0
+    y_rows: U32 = 0
     skew: U32 = 0
     number_stride: U32 = 0
 
@@ -267,7 +266,7 @@ COMPARE_PASSES = KernelSource("nccl/compare_passes", (ComparePassesParams,))
 
 
 def sum_sources(dtype: str, wire: str) -> tuple[KernelSource, KernelSource]:
-    """The kernel that sums a rank's rows of a token, and the kernel that adds the ranks' sums."""
+    """Return the kernel that sums a rank's rows of a token, and the kernel that adds the ranks' sums."""
     types = (("ROW_TYPE", ROW_TYPES[dtype]), ("WIRE_TYPE", ROW_TYPES[wire]))
     return (
         KernelSource("nccl/sum_entries", (SumEntriesParams, *_STRUCTS), types),
@@ -276,7 +275,7 @@ def sum_sources(dtype: str, wire: str) -> tuple[KernelSource, KernelSource]:
 
 
 def sum_pieces(row_bytes: int, item_bytes: int, wire_item_bytes: int) -> int:
-    """The number of pieces of a row, which a warp sums one at a time.
+    """Return the number of pieces of a row, which a warp sums one at a time.
 
     A thread takes two vectors of a piece where sums cross in a wider dtype, else four.
 

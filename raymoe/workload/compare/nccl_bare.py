@@ -15,9 +15,9 @@ from typing import Any
 import torch
 
 from raymoe.config import Case, Job
-from raymoe.exchange.nccl.nccl_backends import NcclRounds
 from raymoe.exchange.spec import ExchangeSpec
 from raymoe.memory.world import World
+from raymoe.net.nccl_rounds import NcclRounds
 from raymoe.workload.clock import OpClock, Work, calls_of
 from raymoe.workload.compare.other_systems import skipped_line
 from raymoe.workload.inputs import Routing, draws_of

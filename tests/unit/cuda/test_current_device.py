@@ -7,8 +7,7 @@ from contextlib import contextmanager
 import pytest
 import torch
 
-from raymoe.cuda.current import capturing, on
-from raymoe.exchange.nccl.nccl_backends import CapturedMemory
+from raymoe.cuda.current import CapturedMemory, capturing, on
 
 
 class Cuda:

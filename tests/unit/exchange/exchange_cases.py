@@ -63,7 +63,7 @@ class Result:
 
 def batches(case: Case, step: int) -> list[Batch]:
     """Make the batches of all ranks; every rank and the judge make the same ones."""
-    spec, made = case.spec, []
+    spec, drawn = case.spec, []
     for rank in range(case.ranks):
         rng = np.random.default_rng((case.seed, step, rank))
         tokens = int(rng.integers(0, spec.tokens + 1)) if case.ragged else spec.tokens
@@ -72,8 +72,8 @@ def batches(case: Case, step: int) -> list[Batch]:
         weights = torch.from_numpy(rng.uniform(0.1, 1, (tokens, spec.topk)).astype(np.float32))
         count = int(rng.integers(0, tokens + 1)) if case.prefix else tokens
         ids = ids.astype(np.int64 if case.wide_topk_idx else np.int32)
-        made.append(Batch(x, torch.from_numpy(ids), weights, count))
-    return made
+        drawn.append(Batch(x, torch.from_numpy(ids), weights, count))
+    return drawn
 
 
 def route(kind: str, rng: np.random.Generator, tokens: int, spec: ExchangeSpec) -> np.ndarray:
@@ -153,13 +153,13 @@ def run_case(world: World, case: Case) -> list[Result]:
 def run_step(exchange: Exchange, case: Case, batch: Batch) -> Result:
     """Run one step without capture. On a GPU nothing waits before `check`."""
     spec, capacity, device = case.spec, case.spec.rows(case.ranks), exchange.world.device
-    mine = batch.on(device)
-    out = torch.full((capacity, spec.hidden), torch.nan, dtype=mine.x.dtype, device=device) if case.given else None
-    into = torch.full_like(mine.x, torch.nan) if case.given else None
-    count: Any = mine.num_tokens
+    own = batch.on(device)
+    out = torch.full((capacity, spec.hidden), torch.nan, dtype=own.x.dtype, device=device) if case.given else None
+    into = torch.full_like(own.x, torch.nan) if case.given else None
+    count: Any = own.num_tokens
     if case.wide_topk_idx:
         count = torch.tensor([count], dtype=torch.int32, device=device)
-    got = exchange.dispatch(mine.x, mine.ids, mine.weights, count, out=out if spec.layout == "expert" else None)
+    got = exchange.dispatch(own.x, own.ids, own.weights, count, out=out if spec.layout == "expert" else None)
     x = expert_major(got)
     y = exchange.combine(apply_experts(exchange, got, x), got, weighted=case.weighted, out=into)
     exchange.check()

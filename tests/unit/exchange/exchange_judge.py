@@ -81,7 +81,7 @@ def odd_blocks(dtype: torch.dtype) -> torch.Tensor:
     return blocks
 
 
-def judge_odd_blocks(x: torch.Tensor, found: torch.Tensor, found_scales: torch.Tensor | None) -> None:
+def judge_odd_blocks(x: torch.Tensor, rows: torch.Tensor, found_scales: torch.Tensor | None) -> None:
     """Check a row of `odd_blocks` that crossed as float8_e4m3, bit by bit: values and scales, or dequantised rows."""
     blocks = x.float().view(-1, FP8_BLOCK)
     maxima = block_maxima(blocks)
@@ -92,11 +92,11 @@ def judge_odd_blocks(x: torch.Tensor, found: torch.Tensor, found_scales: torch.T
     want = values.to(torch.float8_e4m3fn).float()
     if found_scales is None:
         want = (want * scales[:, None]).to(x.dtype).float()
-        assert torch.equal(found.isfinite(), ~x.isnan())
+        assert torch.equal(rows.isfinite(), ~x.isnan())
     else:
         assert torch.equal(found_scales.flatten(), scales)
     other = 999.0  # NaN equals nothing
-    assert torch.equal(found.float().view(want.shape).nan_to_num(nan=other), want.nan_to_num(nan=other))
+    assert torch.equal(rows.float().view(want.shape).nan_to_num(nan=other), want.nan_to_num(nan=other))
 
 
 def quantised(row: torch.Tensor) -> tuple[np.ndarray, np.ndarray]:
@@ -166,5 +166,5 @@ def judge_bytes(case: Case, sent: list[Batch]) -> None:
             crossing |= {(source, token, e // local) for e in ids if e >= 0 and e // local != source}
     for rank, batch in enumerate(sent):
         out = sum(source == rank for source, _, _ in crossing)
-        mine = batch.ids[: batch.num_tokens]
-        assert plan.bytes_wire(mine, rank, case.ranks, case.spec) == out * case.spec.row_bytes
+        own_ids = batch.ids[: batch.num_tokens]
+        assert plan.bytes_wire(own_ids, rank, case.ranks, case.spec) == out * case.spec.row_bytes

@@ -71,11 +71,11 @@ def plan(ids: Sequence[torch.Tensor], rank: int, local_experts: int, alignment: 
     Plan(entries=[(0, 0, 0), None, (0, 0, 1), (1, 0, 0)], counts=[1, 2], offsets=[0, 2, 4])
     """
     experts = range(rank * local_experts, (rank + 1) * local_experts)
-    found = [expert_entries(ids, expert) for expert in experts]
-    counts = [len(entries) for entries in found]
+    entries_by_expert = [expert_entries(ids, expert) for expert in experts]
+    counts = [len(entries) for entries in entries_by_expert]
     offsets = expert_offsets(counts, alignment, group)
     places: list[tuple[int, int, int] | None] = [None] * offsets[-1]
-    for entries, start in zip(found, offsets[:-1], strict=True):
+    for entries, start in zip(entries_by_expert, offsets[:-1], strict=True):
         places[start : start + len(entries)] = entries
     return Plan(places, counts, offsets)
 
@@ -120,13 +120,13 @@ def combine(
     >>> combine([rows], [plan(ids, 0, 2, 1)], [None], source=0, tokens=1, wire=torch.bfloat16).tolist()
     [[256.0]]
     """
-    mine = weights[source]
+    own_weights = weights[source]
     y = torch.zeros(tokens, rows[0].shape[1])
     for theirs, out in zip(plans, rows, strict=True):
         sums: dict[int, torch.Tensor] = {}
         places = [(entry[1], entry[2], i) for i, entry in enumerate(theirs.entries) if entry and entry[0] == source]
         for token, k, place in sorted(places):
-            weight = 1.0 if mine is None else mine[token, k]
+            weight = 1.0 if own_weights is None else own_weights[token, k]
             sums[token] = sums.get(token, torch.zeros_like(y[0])) + out[place].float() * weight
         for token, total in sums.items():
             y[token] += total.to(wire or out.dtype).float()

@@ -60,16 +60,16 @@ def test_captured_operators_keep_nothing(
     world: World, call: Callable[[Exchange, torch.Tensor], torch.Tensor], grad: bool
 ) -> None:
     with Exchange(world, SPEC) as exchange, torch.set_grad_enabled(grad), captured(exchange):
-        given = torch.ones(4, 8, requires_grad=grad)
-        x = 2 * given
+        leaf = torch.ones(4, 8, requires_grad=grad)
+        x = 2 * leaf
         y = call(exchange, x)
         if grad and y.requires_grad:
             y.sum().backward()
-            assert given.grad is not None
-        memory = [weakref.ref(each) for each in (x, y)]
+            assert leaf.grad is not None
+        memory = [weakref.ref(tensor) for tensor in (x, y)]
         del x, y
         assert exchange._captured_memory == []
-        assert [each() for each in memory] == [None, None]
+        assert [tensor() for tensor in memory] == [None, None]
 
 
 @pytest.mark.parametrize("grad", [False, True])
@@ -89,8 +89,8 @@ def test_captured_calls_of_an_exchange_keep_their_tensors_until_it_is_closed(wor
         with captured(exchange):
             got = exchange.dispatch(x, IDS, WEIGHTS, out=out)
             y = exchange.combine(got.x, got)
-        memory = [weakref.ref(each) for each in (x, out, got, y)]
+        memory = [weakref.ref(argument) for argument in (x, out, got, y)]
         del x, out, got, y
-        assert all(each() is not None for each in memory)
+        assert all(argument() is not None for argument in memory)
         del exchange._captured_memory[:]
-        assert [each() for each in memory] == [None] * 4
+        assert [argument() for argument in memory] == [None] * 4

@@ -107,10 +107,10 @@ def combined(case: Case, wire: torch.dtype) -> list[torch.Tensor]:
     rows = []
     for rank, theirs in enumerate(plans):
         x = plan.dispatch([batch.x for batch in sent], theirs, case.spec.rows(case.ranks))
-        first, made = rank * local, x.double().numpy()
+        first, results = rank * local, x.double().numpy()
         for expert, (start, count) in enumerate(zip(theirs.offsets[:-1], theirs.counts, strict=True)):
-            made[start : start + count] = expert_map(first + expert, made[start : start + count])
-        rows.append(torch.from_numpy(made).to(x.dtype))
+            results[start : start + count] = expert_map(first + expert, results[start : start + count])
+        rows.append(torch.from_numpy(results).to(x.dtype))
     weights = [batch.weights if case.weighted else None for batch in sent]
     return [plan.combine(rows, plans, weights, source, len(batch.x), wire) for source, batch in enumerate(sent)]
 
@@ -173,8 +173,8 @@ def any_order(world: World, case: Case, program: list[int]) -> dict[int, np.ndar
                 x = got.x if got.index is None else got.x[got.index]
                 outstanding.append((step, got, apply_experts(exchange, got, x)))
             else:
-                made, got, rows = outstanding.pop(choice % len(outstanding))
-                ys[made] = exchange.combine(rows, got).float().numpy()
+                number, got, rows = outstanding.pop(choice % len(outstanding))
+                ys[number] = exchange.combine(rows, got).float().numpy()
     return ys
 
 
@@ -229,11 +229,11 @@ def rank_layout_slots(world: World, case: Case) -> dict[str, Any]:
 def test_layout_rank_keeps_one_address_and_its_indices_select_the_parity(pool: RankPool) -> None:
     spec = ExchangeSpec(tokens=5, hidden=16, experts=2, topk=1, layout="rank", alignment=1)
     case = Case(2, spec, "host", ("uniform",) * 3, seed=4, ragged=False)
-    for found in pool.run(2, rank_layout_slots, case):
-        assert len(set(found["addresses"])) == 1
-        assert found["zeros"] == 0
+    for slots in pool.run(2, rank_layout_slots, case):
+        assert len(set(slots["addresses"])) == 1
+        assert slots["zeros"] == 0
         parity_rows = 2 * spec.tokens
-        for step, index in enumerate(found["indices"]):
+        for step, index in enumerate(slots["indices"]):
             parity = (step + 1) % 2
             assert all(parity * parity_rows <= i < (parity + 1) * parity_rows for i in index), (step, index)
 

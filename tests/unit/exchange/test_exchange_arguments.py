@@ -26,8 +26,8 @@ SPEC = ExchangeSpec(tokens=T, hidden=H, experts=E, topk=K, dtype="float32", alig
 @pytest.fixture(scope="module")
 def exchange() -> Iterator[Exchange]:
     [world] = wired(1)
-    with Exchange(world, SPEC) as made:
-        yield made
+    with Exchange(world, SPEC) as opened:
+        yield opened
     close([world])
 
 
@@ -68,8 +68,8 @@ class Wrapper(torch.Tensor):
 
     @staticmethod
     def __new__(cls, inner: torch.Tensor) -> Wrapper:
-        made: Any = torch.Tensor._make_wrapper_subclass(cls, inner.shape, dtype=inner.dtype)
-        return made
+        wrapper: Any = torch.Tensor._make_wrapper_subclass(cls, inner.shape, dtype=inner.dtype)
+        return wrapper
 
     @classmethod
     def __torch_dispatch__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -90,16 +90,16 @@ def fake(*shape: int) -> torch.Tensor:
 
 
 def freed(*shape: int) -> torch.Tensor:
-    made = torch.ones(shape)
-    made.untyped_storage().resize_(0)
-    return made
+    tensor = torch.ones(shape)
+    tensor.untyped_storage().resize_(0)
+    return tensor
 
 
 def leaked_from_vmap(*shape: int) -> torch.Tensor:
     """Return a tensor of vmap that outlives the vmap."""
-    kept: list[torch.Tensor] = []
-    torch.vmap(lambda each: (kept.append(each), each)[1])(torch.ones(2, *shape))
-    return kept[0]
+    leaked: list[torch.Tensor] = []
+    torch.vmap(lambda row: (leaked.append(row), row)[1])(torch.ones(2, *shape))
+    return leaked[0]
 
 
 NOT_PLAIN_MEMORY: dict[str, tuple[Callable[..., torch.Tensor], str]] = {
@@ -154,8 +154,8 @@ def test_parameters_and_subclasses_with_memory_are_accepted(exchange: Exchange) 
     x, ids, weights = arguments().values()
     with torch.inference_mode():
         made_in_inference = torch.full((3, H), 3.0)
-    for given in (torch.nn.Parameter(x * 3), (x * 3).as_subclass(Named), made_in_inference):
-        got = exchange.dispatch(given, ids, torch.nn.Parameter(weights))
+    for variant in (torch.nn.Parameter(x * 3), (x * 3).as_subclass(Named), made_in_inference):
+        got = exchange.dispatch(variant, ids, torch.nn.Parameter(weights))
         assert type(got.x) is torch.Tensor
         assert exchange.combine(got.x.as_subclass(Named), got).eq(6).all()
     assert exchange.dispatch(x[:0], ids[:0], weights[:0]).tokens == 0  # an empty tensor has no address
@@ -172,10 +172,10 @@ def test_inference_mode_works_and_its_outputs_are_refused_outside(exchange: Exch
         exchange.combine(got.x, got, out=y)
     for backend in ("host", "collective", "allgather"):
         with torch.inference_mode():
-            made = Exchange(exchange.world, SPEC, backend)
-        got = made.dispatch(**arguments())  # its memory is not an inference tensor
-        assert made.combine(got.x, got).eq(2).all()
-        made.close()
+            other = Exchange(exchange.world, SPEC, backend)
+        got = other.dispatch(**arguments())  # its memory is not an inference tensor
+        assert other.combine(got.x, got).eq(2).all()
+        other.close()
 
 
 def test_calls_inside_transforms_and_fake_mode_are_refused(exchange: Exchange) -> None:
@@ -248,29 +248,29 @@ def test_depth_and_layout_decide_where_rows_arrive() -> None:
     with Exchange(world, replace(SPEC, depth=0)) as none, Exchange(world, replace(SPEC, depth=2)) as two:
         with pytest.raises(ConfigError, match="dispatch without out; this exchange has depth 0"):
             none.dispatch(**arguments())
-        given = torch.empty(8, H)
-        assert none.dispatch(**arguments(), out=given).x is given
+        memory = torch.empty(8, H)
+        assert none.dispatch(**arguments(), out=memory).x is memory
         taken = [two.dispatch(**arguments()).x.data_ptr() for _ in range(4)]
         assert len(set(taken)) == 2
         assert taken[:2] == taken[2:]
     with Exchange(world, replace(SPEC, layout="rank")) as slots:
         with pytest.raises(ConfigError, match="out was given with layout rank"):
-            slots.dispatch(**arguments(), out=given)
+            slots.dispatch(**arguments(), out=memory)
         slots.dispatch(**arguments())
     close([world])
 
 
 def test_inputs_that_overlap_outputs_are_refused(exchange: Exchange) -> None:
-    given, out = arguments(), torch.empty(10, H)
+    inputs, out = arguments(), torch.empty(10, H)
     for first, from_row in ((0, 0), (0, 5), (0, 7), (2, 0), (2, 7)):
-        given["x"] = out[from_row : from_row + 3]
+        inputs["x"] = out[from_row : from_row + 3]
         with pytest.raises(ConfigError, match="x and the memory that is written to overlap"):
-            exchange.dispatch(**given, out=out[first : first + 8])
-    assert exchange.dispatch(out[8:10], given["topk_idx"][:2], given["topk_weights"][:2], out=out[:8]).tokens == 2
-    assert exchange.dispatch(out[:0], given["topk_idx"][:0], given["topk_weights"][:0], out=out[:8]).tokens == 0
+            exchange.dispatch(**inputs, out=out[first : first + 8])
+    assert exchange.dispatch(out[8:10], inputs["topk_idx"][:2], inputs["topk_weights"][:2], out=out[:8]).tokens == 2
+    assert exchange.dispatch(out[:0], inputs["topk_idx"][:0], inputs["topk_weights"][:0], out=out[:8]).tokens == 0
     own = exchange.dispatch(**arguments())
     with pytest.raises(ConfigError, match=r"x and .* overlap, .* give another out, or x\.clone\(\)"):
-        exchange.dispatch(own.x[:3], given["topk_idx"], given["topk_weights"])
+        exchange.dispatch(own.x[:3], inputs["topk_idx"], inputs["topk_weights"])
     with pytest.raises(ConfigError, match="rows and the memory that is written to overlap"):
         exchange.combine(own.x, own, out=own.x[5:])
     assert exchange.combine(own.x, own).eq(2).all()
@@ -289,10 +289,10 @@ def test_a_dispatch_of_another_exchange_is_refused() -> None:
 
 
 def test_outputs_do_not_require_grad(exchange: Exchange) -> None:
-    given = arguments()
-    given["x"].requires_grad_()
-    given["topk_weights"].requires_grad_()
-    got = exchange.dispatch(**given)
+    inputs = arguments()
+    inputs["x"].requires_grad_()
+    inputs["topk_weights"].requires_grad_()
+    got = exchange.dispatch(**inputs)
     assert not got.x.requires_grad
     assert not exchange.combine(torch.ones(8, H, requires_grad=True), got).requires_grad
 
@@ -382,9 +382,9 @@ OLD = replace(B, name="A100", capability=(8, 0))
 def test_a_backend_is_refused_with_what_the_gpus_lack(
     backend: str, spec: ExchangeSpec, facts: list[RankFacts], says: str | None
 ) -> None:
-    found = why_not(backend, "cuda", spec, facts)
-    assert (found is None) == (says is None), found
-    assert says is None or says in str(found)
+    reason = why_not(backend, "cuda", spec, facts)
+    assert (reason is None) == (says is None), reason
+    assert says is None or says in str(reason)
 
 
 class SplitOnCpu(CpuBackend):
@@ -398,8 +398,8 @@ class SplitOnCpu(CpuBackend):
         assert self.out is not None
         got.x = self.out
 
-    def combine_send(self, *given: Any) -> None:
-        given[-1].fill_(torch.nan)
+    def combine_send(self, *arguments: Any) -> None:
+        arguments[-1].fill_(torch.nan)
 
     def combine_receive(self, rows: torch.Tensor, got: Dispatched, weighted: bool, out: torch.Tensor) -> None:
         self.combine(rows, got, weighted, out)

@@ -87,13 +87,13 @@ def count_too_many_then_go_on(world: World, case: Case, count: int) -> tuple[lis
         said = []
         for step in range(2):
             batch = batches(case, step)[world.rank]
-            asked = torch.tensor([count if world.rank == 1 else 2], dtype=torch.int32)
+            num_tokens = torch.tensor([count if world.rank == 1 else 2], dtype=torch.int32)
             try:
                 if step == 0:
-                    got = exchange.dispatch(batch.x, batch.ids, batch.weights, asked)
+                    got = exchange.dispatch(batch.x, batch.ids, batch.weights, num_tokens)
                     exchange.combine(apply_experts(exchange, got, got.x), got)
                 else:
-                    rows = dispatch(exchange, batch.x, batch.ids, batch.weights, asked)
+                    rows = dispatch(exchange, batch.x, batch.ids, batch.weights, num_tokens)
                     combine(exchange, rows.x, rows)
             except DataRefused as error:
                 said.append(str(error))
@@ -106,9 +106,9 @@ def test_all_ranks_raise_on_a_number_of_tokens_out_of_range(
     pool: RankPool, backend: str, count: int, way_out: str
 ) -> None:
     case = Case(3, SPEC, backend, ("uniform",) * 3, seed=8, ragged=False)
-    told = f"num_tokens is {count} on rank 1; x has 6 rows, so 0 to 6 can be sent{way_out}"
+    sentence = f"num_tokens is {count} on rank 1; x has 6 rows, so 0 to 6 can be sent{way_out}"
     for rank, (said, y) in enumerate(pool.run(3, count_too_many_then_go_on, case, count)):
-        assert said == [told, told]
+        assert said == [sentence, sentence]
         judge_combine(case, batches(case, 2)[rank], y)
 
 
@@ -159,15 +159,16 @@ def combine_differently(world: World, case: Case, how: str) -> tuple[dict[str, A
     with Exchange(world, case.spec, backend=case.backend) as exchange:
         sent = [batches(case, step)[world.rank] for step in range(2)]
         gots = [
-            exchange.dispatch(each.x, each.ids, each.weights, out=torch.zeros(rows, case.spec.hidden)) for each in sent
+            exchange.dispatch(batch.x, batch.ids, batch.weights, out=torch.zeros(rows, case.spec.hidden))
+            for batch in sent
         ]
         odd = world.rank == 2
         got = gots[0 if odd and how == "dispatch" else 1]
         y = torch.ones(got.tokens, case.spec.hidden)
         report = ""
         try:
-            made = apply_experts(exchange, got, got.x)
-            exchange.combine(made, got, weighted=not (odd and how == "weighted"), out=y)
+            products = apply_experts(exchange, got, got.x)
+            exchange.combine(products, got, weighted=not (odd and how == "weighted"), out=y)
         except DataRefused as error:
             report = str(error)
         exchange.check()
@@ -189,9 +190,9 @@ def combine_differently(world: World, case: Case, how: str) -> tuple[dict[str, A
 )
 def test_all_ranks_raise_when_their_combines_differ(pool: RankPool, backend: str, how: str, says: str) -> None:
     case = Case(3, SPEC, backend, ("uniform",) * 3, seed=5)
-    for rank, (found, y) in enumerate(pool.run(3, combine_differently, case, how)):
-        assert found["message"].startswith(says)
-        assert found["nan"]
+    for rank, (report, y) in enumerate(pool.run(3, combine_differently, case, how)):
+        assert report["message"].startswith(says)
+        assert report["nan"]
         judge_combine(case, batches(case, 2)[rank], y)
 
 
@@ -261,9 +262,9 @@ def test_a_late_peer_is_named_and_not_written_to_again(pool: RankPool) -> None:
     for rank, (report, flags) in enumerate(outcomes):
         assert flags == [1, 1, 1]  # from the good step: no flag is raised before all ranks have entered
         if rank != 1:
-            assert [found[:3] for found in report] == [("dispatch", 1, 3)] * 3  # the third operation of the world
+            assert [timeout[:3] for timeout in report] == [("dispatch", 1, 3)] * 3  # the third operation of the world
             assert report[0][3] >= 0.3
-            assert max(found[3] for found in report[1:]) < 0.2
+            assert max(timeout[3] for timeout in report[1:]) < 0.2
 
 
 def dispatch_until_killed(world: World, case: Case) -> Any:
@@ -304,19 +305,19 @@ def dispatch_until_aborted(world: World, case: Case) -> Any:
         time.sleep(1.0)
         exchange.close(together=False)
         return None
-    batch, asked = batches(case, 1)[world.rank], [0.0]
+    batch, aborted_at = batches(case, 1)[world.rank], [0.0]
 
     def stop() -> None:
         while world.waiting is None or world.waiting[0] != "dispatch":
             time.sleep(0.001)
-        asked[0] = time.monotonic()
+        aborted_at[0] = time.monotonic()
         world.abort("rank 1 died")
 
     thread = threading.Thread(target=stop)
     thread.start()
     with pytest.raises(Aborted, match="rank 0 was told to stop: rank 1 died"):
         exchange.dispatch(batch.x, batch.ids, batch.weights)
-    took = time.monotonic() - asked[0]
+    took = time.monotonic() - aborted_at[0]
     thread.join(5)
     with pytest.raises(Aborted):
         exchange.dispatch(batch.x, batch.ids, batch.weights)

@@ -37,9 +37,9 @@ def tokens(value: float = 1.0) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor
 
 @pytest.fixture
 def world() -> Iterator[World]:
-    [made] = wired(1)
-    yield made
-    close([made])
+    [opened] = wired(1)
+    yield opened
+    close([opened])
 
 
 class HeldDispatch:
@@ -49,10 +49,10 @@ class HeldDispatch:
         self.began, self.may_end = threading.Event(), threading.Event()
         self._dispatch = exchange._backend.dispatch
 
-    def dispatch(self, *given: Any) -> Any:
+    def dispatch(self, *arguments: Any) -> Any:
         self.began.set()
         assert self.may_end.wait(20)
-        return self._dispatch(*given)
+        return self._dispatch(*arguments)
 
 
 @contextmanager
@@ -91,26 +91,26 @@ def test_simultaneous_calls_are_refused_and_alternating_threads_are_not(world: W
                 other.combine(rows, got)
         assert other.combine(rows, got, weighted=False).eq(2).all()
         for _ in range(3):  # each call in a new thread
-            [mine] = together([lambda: exchange.dispatch(*tokens())])
-            [y] = together([lambda got=mine: exchange.combine(got.x, got)])
+            [result] = together([lambda: exchange.dispatch(*tokens())])
+            [y] = together([lambda got=result: exchange.combine(got.x, got)])
             assert y.eq(2).all()
 
 
 def test_only_exchanges_that_share_a_workspace_refuse_simultaneous_calls(world: World) -> None:
     """As on GPUs, where two threads may each have their own workspace."""
     shared, own = (SimpleNamespace(calls=Calls(), captured=False) for _ in range(2))
-    made = []
+    exchanges = []
     for workspace in (shared, shared, own):
         backend = CpuBackend(world, SPEC, HostSlots(world, SPEC))
         cast(Any, backend).workspace = workspace
         with mock.patch("raymoe.exchange.exchange.make_backend", lambda *_, backend=backend: backend):
-            made.append(Exchange(world, SPEC))
-    first, second, third = made
+            exchanges.append(Exchange(world, SPEC))
+    first, second, third = exchanges
     with in_dispatch(first):
         with pytest.raises(ConfigError, match="while dispatch of an exchange that shares its memory"):
             second.dispatch(*tokens())
         assert third.dispatch(*tokens()).tokens == 3
-    for exchange in made:
+    for exchange in exchanges:
         exchange.close()
 
 
@@ -140,10 +140,10 @@ def test_all_ranks_raise_if_one_has_no_memory_for_rows(backend: str) -> None:
     worlds = wired(2)
     empty = torch.empty
 
-    def refused(*given: Any, **options: Any) -> torch.Tensor:
-        if threading.current_thread().name == "1" and given[0] == (8 * 2, H):
+    def refused(*arguments: Any, **options: Any) -> torch.Tensor:
+        if threading.current_thread().name == "1" and arguments[0] == (8 * 2, H):
             raise torch.OutOfMemoryError("CUDA out of memory.")
-        return empty(*given, **options)
+        return empty(*arguments, **options)
 
     before = mapped_regions("test")
     with mock.patch("torch.empty", refused):
@@ -222,11 +222,11 @@ def test_rows_overwritten_by_a_later_dispatch_are_refused(world: World, backend:
 def test_rows_in_separate_memory_outlive_later_dispatches(world: World) -> None:
     with Exchange(world, replace(SPEC, depth=2)) as two, Exchange(world, replace(SPEC, layout="rank")) as slots:
         gots = [two.dispatch(*tokens(value)) for value in (1.0, 5.0)]
-        given = two.dispatch(*tokens(7.0), out=torch.empty(8, H))
-        for got, other in (gots, gots[::-1], (given, gots[0])):
+        separate = two.dispatch(*tokens(7.0), out=torch.empty(8, H))
+        for got, other in (gots, gots[::-1], (separate, gots[0])):
             with pytest.raises(ConfigError, match="rows are in memory that holds the rows of another dispatch"):
                 two.combine(other.x, got)
-        for got, want in zip((*gots, given), (2, 10, 14), strict=True):
+        for got, want in zip((*gots, separate), (2, 10, 14), strict=True):
             assert two.combine(got.x, got).eq(want).all()
         # With layout rank, combine takes the caller's own rows, so a later dispatch overwrites nothing.
         first = slots.dispatch(*tokens(1.0))
@@ -247,9 +247,9 @@ def make_and_drop(world: World, make: Callable[[World], object]) -> list[str]:
     try:
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
-            made = make(world)
-            del made
-        return [str(each.message) for each in caught if each.category is ResourceWarning]
+            dropped = make(world)
+            del dropped
+        return [str(warning.message) for warning in caught if warning.category is ResourceWarning]
     finally:
         gc.enable()
 
@@ -277,16 +277,16 @@ def test_a_dropped_exchange_frees_its_memory_at_once_with_a_warning(world: World
 
 
 def test_dispatched_rows_outlive_a_dropped_exchange(world: World) -> None:
-    kept: list[Any] = []
-    make_and_drop(world, lambda world: kept.append(used_exchange(world, "host").dispatch(*tokens(3.0))))
+    dispatches: list[Any] = []
+    make_and_drop(world, lambda world: dispatches.append(used_exchange(world, "host").dispatch(*tokens(3.0))))
     before = mapped_regions("test")
-    make_and_drop(world, lambda world: kept.append(used_exchange(world, "host").dispatch(*tokens(3.0))))
+    make_and_drop(world, lambda world: dispatches.append(used_exchange(world, "host").dispatch(*tokens(3.0))))
     assert mapped_regions("test") == before  # rows of layout expert are not in slots
     make_and_drop(
-        world, lambda world: kept.append(Exchange(world, replace(SPEC, layout="rank")).dispatch(*tokens(3.0)))
+        world, lambda world: dispatches.append(Exchange(world, replace(SPEC, layout="rank")).dispatch(*tokens(3.0)))
     )
-    assert kept[0].x[0].eq(3).all()
-    assert kept[-1].x[kept[-1].index[0]].eq(3).all()
+    assert dispatches[0].x[0].eq(3).all()
+    assert dispatches[-1].x[dispatches[-1].index[0]].eq(3).all()
 
 
 def test_a_failed_exchange_frees_its_memory_when_dropped() -> None:

@@ -69,8 +69,8 @@ def test_ranks_in_different_operations_all_raise_and_name_both(
 
 def two_in_turns(world: World, backends: tuple[str, str]) -> list[Any]:
     with Exchange(world, SPEC, backends[0]) as one, Exchange(world, SPEC, backends[1]) as two:
-        mine, other = (one, two) if world.rank == 0 else (two, one)
-        messages = [message_of_refusal(lambda: dispatch(mine)), message_of_refusal(lambda: dispatch(other))]
+        first, other = (one, two) if world.rank == 0 else (two, one)
+        messages = [message_of_refusal(lambda: dispatch(first)), message_of_refusal(lambda: dispatch(other))]
         gots = [dispatch(one, 2), dispatch(two, 5)]
         owner, got = ((one, gots[0]), (two, gots[1]))[world.rank != 0]
         messages.append(message_of_refusal(lambda: owner.combine(got.x, got)))
@@ -110,8 +110,8 @@ def different_dispatches(world: World) -> list[Any]:
     with Exchange(world, SPEC, "collective") as exchange:
         gots = [dispatch(exchange, 1), dispatch(exchange, 6)]
         rows = torch.ones(SPEC.rows(world.size), H)
-        mine = gots[world.rank == 0]
-        messages = [message_of_refusal(lambda: exchange.combine(rows, mine))]
+        own = gots[world.rank == 0]
+        messages = [message_of_refusal(lambda: exchange.combine(rows, own))]
         messages.append(message_of_refusal(lambda: exchange.combine(rows, gots[0], weighted=world.rank == 0)))
         return [messages, [bool(exchange.combine(rows, got).eq(2).all()) for got in gots]]
 

@@ -51,12 +51,12 @@ def test_memory_that_a_second_stream_reads_is_lent_to_it(kind: str, form: str, s
         mock.patch("raymoe.exchange.peer.peer_backend.keep_for_current_stream") as lent,
     ):
         (space,) = workspaces(emulator, spec)
-        made = backend(kind, space, spec)
+        on_streams = backend(kind, space, spec)
         for name in ("dispatch", "dispatch_send"):
-            setattr(made, name, streams.on(FIRST, getattr(made, name)))
+            setattr(on_streams, name, streams.on(FIRST, getattr(on_streams, name)))
         for name in later:
-            setattr(made, name, streams.on(second, getattr(made, name)))
-        steps = Steps(emulator, Case(1, spec, kind, ("uniform",), ragged=False), [made])
+            setattr(on_streams, name, streams.on(second, getattr(on_streams, name)))
+        steps = Steps(emulator, Case(1, spec, kind, ("uniform",), ragged=False), [on_streams])
         steps.enqueue(0, form)
         emulator.run(0)
         steps.judge()
@@ -68,18 +68,18 @@ def test_memory_that_a_second_stream_reads_is_lent_to_it(kind: str, form: str, s
 
 
 def test_nccl_backends_lend_memory_to_a_second_stream() -> None:
-    kept = SavedMemory(torch.zeros(4), FIRST)
+    saved = SavedMemory(torch.zeros(4), FIRST)
     with mock.patch("raymoe.exchange.nccl.nccl_kernels.keep_for_current_stream") as lent:
-        assert kept.used_on(FIRST) is kept.memory
+        assert saved.used_on(FIRST) is saved.memory
         lent.assert_not_called()
-        assert kept.used_on(SECOND) is kept.memory
-        lent.assert_called_once_with(kept.memory)
+        assert saved.used_on(SECOND) is saved.memory
+        lent.assert_called_once_with(saved.memory)
 
 
 def storages(lent: mock.Mock) -> set[int]:
     """The addresses of the allocations that were lent."""
-    given = (each for call in lent.call_args_list for each in call.args if each is not None)
-    return {each.untyped_storage().data_ptr() for each in given}
+    tensors = (tensor for call in lent.call_args_list for tensor in call.args if tensor is not None)
+    return {tensor.untyped_storage().data_ptr() for tensor in tensors}
 
 
 @pytest.mark.parametrize("op", ["combine", "combine_gradients", "dispatch_known"])
@@ -93,30 +93,30 @@ def test_metadata_that_went_through_an_operator_is_lent_to_the_stream_that_reads
         mock.patch("raymoe.exchange.peer.peer_backend.keep_for_current_stream") as lent,
     ):
         (space,) = workspaces(emulator, spec)
-        made: Any = backend(kind, space, spec)
-        if op == "dispatch_known" and not made.keeps_places:
+        emulated: Any = backend(kind, space, spec)
+        if op == "dispatch_known" and not emulated.keeps_places:
             pytest.skip(f"{kind} keeps no places")
         dtype, tokens = getattr(torch, spec.dtype), 4
         x, ids = torch.ones(tokens, spec.hidden, dtype=dtype), torch.zeros(tokens, spec.topk, dtype=torch.int64)
         rows, y, entries = (
-            made.new(shape, of, "tensor")
+            emulated.new(shape, of, "tensor")
             for shape, of in (
                 ((spec.rows(1), spec.hidden), dtype),
                 ((tokens, spec.hidden), dtype),
                 ((tokens, spec.topk), torch.float32),
             )
         )
-        first = made.dispatch(Tokens(x, ids, torch.ones(tokens, spec.topk), None), rows)
-        metadata = made.pack(first)
+        first = emulated.dispatch(Tokens(x, ids, torch.ones(tokens, spec.topk), None), rows)
+        metadata = emulated.pack(first)
         lent.assert_not_called()
-        got = made.unpack(metadata, rows, first.weights, Ids(ids))
+        got = emulated.unpack(metadata, rows, first.weights, Ids(ids))
         if op == "combine":
-            made.combine(rows, got, True, y)
+            emulated.combine(rows, got, True, y)
         elif op == "combine_gradients":
-            weights = made.new((spec.rows(1),), torch.float32, "weights")
-            made.combine_gradients(rows, weights, got, y, entries)
+            weights = emulated.new((spec.rows(1),), torch.float32, "weights")
+            emulated.combine_gradients(rows, weights, got, y, entries)
         else:
-            made.dispatch_known(x, got, rows)
+            emulated.dispatch_known(x, got, rows)
         assert metadata.untyped_storage().data_ptr() in storages(lent)
 
 

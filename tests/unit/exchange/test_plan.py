@@ -32,33 +32,33 @@ def routings(draw: st.DrawFn) -> tuple[int, int, list[np.ndarray]]:
 @given(routings())
 def test_sending_has_one_row_for_each_token_and_rank(routing: tuple[int, int, list[np.ndarray]]) -> None:
     ranks, local, ids = routing
-    for mine in ids:
-        weights = np.arange(mine.size, dtype=np.float32).reshape(mine.shape)
-        source_plan = SendPlan.of(mine, weights, ranks, ranks * local)
+    for own_ids in ids:
+        weights = np.arange(own_ids.size, dtype=np.float32).reshape(own_ids.shape)
+        source_plan = SendPlan.of(own_ids, weights, ranks, ranks * local)
         pairs = list(zip(source_plan.ranks.tolist(), source_plan.tokens.tolist(), strict=True))
-        assert pairs == [(r, t) for r in range(ranks) for t in plan.rank_rows(torch.from_numpy(mine), r, local)]
+        assert pairs == [(r, t) for r in range(ranks) for t in plan.rank_rows(torch.from_numpy(own_ids), r, local)]
         assert source_plan.counts.tolist() == [sum(rank == r for rank, _ in pairs) for r in range(ranks)]
         for (rank, token), there, sent in zip(pairs, source_plan.ids, source_plan.weights, strict=True):
             globally = np.where(there >= 0, there + rank * local, -1)
-            here = (mine[token] // local == rank) & (mine[token] >= 0)
-            assert np.array_equal(globally, np.where(here, mine[token], -1))
+            here = (own_ids[token] // local == rank) & (own_ids[token] >= 0)
+            assert np.array_equal(globally, np.where(here, own_ids[token], -1))
             assert np.array_equal(sent, weights[token])
 
 
 @given(routings(), st.integers(1, 9))
 def test_placement_equals_the_plan(routing: tuple[int, int, list[np.ndarray]], alignment: int) -> None:
     ranks, local, ids = routing
-    weights = [np.random.default_rng(7).random(mine.shape, dtype=np.float32) for mine in ids]
-    source_plans = [SendPlan.of(mine, w, ranks, ranks * local) for mine, w in zip(ids, weights, strict=True)]
+    weights = [np.random.default_rng(7).random(own.shape, dtype=np.float32) for own in ids]
+    source_plans = [SendPlan.of(own, w, ranks, ranks * local) for own, w in zip(ids, weights, strict=True)]
     for rank in range(ranks):
-        theirs = plan.plan([torch.from_numpy(mine) for mine in ids], rank, local, alignment)
-        mine = [source_plan.ranks == rank for source_plan in source_plans]
-        rows = [(s, t) for s, source_plan in enumerate(source_plans) for t in source_plan.tokens[mine[s]].tolist()]
+        theirs = plan.plan([torch.from_numpy(own) for own in ids], rank, local, alignment)
+        own = [source_plan.ranks == rank for source_plan in source_plans]
+        rows = [(s, t) for s, source_plan in enumerate(source_plans) for t in source_plan.tokens[own[s]].tolist()]
         arrived = ArrivedRows(
             torch.empty(0),
             np.arange(len(rows)),
-            np.concatenate([source_plan.ids[mine[s]] for s, source_plan in enumerate(source_plans)]),
-            np.concatenate([source_plan.weights[mine[s]] for s, source_plan in enumerate(source_plans)]),
+            np.concatenate([source_plan.ids[own[s]] for s, source_plan in enumerate(source_plans)]),
+            np.concatenate([source_plan.weights[own[s]] for s, source_plan in enumerate(source_plans)]),
             np.array([source_plan.counts[rank] for source_plan in source_plans]),
             zero_row=len(rows),
         )
@@ -202,8 +202,8 @@ def special_sums(weights: Sequence[float], values: Sequence[float], dtype: torch
     rng = np.random.default_rng(7)
     table = torch.tensor(values)[torch.from_numpy(rng.integers(0, len(values), (64, 16)))].to(dtype)
     starts = np.concatenate([[0], np.sort(rng.integers(0, 1201, 399)), [1200]])
-    given = np.array(weights, np.float32)[rng.integers(0, len(weights), 1200)]
-    return table, Bags(rng.integers(0, 64, 1200), starts, given)
+    drawn = np.array(weights, np.float32)[rng.integers(0, len(weights), 1200)]
+    return table, Bags(rng.integers(0, 64, 1200), starts, drawn)
 
 
 def summed(table: torch.Tensor, bags: Bags, dtype: torch.dtype) -> torch.Tensor:
@@ -220,9 +220,9 @@ def test_sums_of_infinities_equal_float64_sums(dtype: torch.dtype) -> None:
     with np.errstate(invalid="ignore"):
         products = table.double().numpy()[bags.index] * bags.weights[:, None]
         want = torch.tensor(np.stack([products[begin:end].sum(axis=0) for begin, end in pairwise(bags.starts)]))
-    found = summed(table, bags, dtype).double()
+    sums = summed(table, bags, dtype).double()
     assert min(int(kind.sum()) for kind in (want.isnan(), want.isposinf(), want.isneginf(), want.isfinite())) > 50
-    torch.testing.assert_close(found, want, rtol=2e-2, atol=1e-5, equal_nan=True)
+    torch.testing.assert_close(sums, want, rtol=2e-2, atol=1e-5, equal_nan=True)
 
 
 @pytest.mark.filterwarnings("error")
@@ -230,8 +230,8 @@ def test_sums_of_infinities_equal_float64_sums(dtype: torch.dtype) -> None:
 def test_special_sums_in_bfloat16_equal_those_in_float32(weights: Sequence[float]) -> None:
     for values in (SPECIAL, (1.0, -2.5, -0.0), (INF, 1.0, 1.0, 1.0)):
         table, bags = special_sums(weights, values, torch.bfloat16)
-        found, want = summed(table, bags, torch.bfloat16), summed(table.float(), bags, torch.float32).bfloat16()
-        torch.testing.assert_close(found, want, rtol=1e-2, atol=1e-37, equal_nan=True)
+        sums, want = summed(table, bags, torch.bfloat16), summed(table.float(), bags, torch.float32).bfloat16()
+        torch.testing.assert_close(sums, want, rtol=1e-2, atol=1e-37, equal_nan=True)
 
 
 def test_an_infinite_sum_does_not_change_other_sums() -> None:

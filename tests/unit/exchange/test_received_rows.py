@@ -13,8 +13,8 @@ ROWS, HIDDEN = 5, 320
 
 def dispatched(x: torch.Tensor, **more: torch.Tensor) -> Dispatched:
     nothing = torch.zeros(0)
-    given = {"x": x, "weights": nothing, "expert_offsets": nothing, "expert_counts": nothing, "index": None}
-    return Dispatched(**{**given, **more}, tokens=0, _saved=None, _owner=None)
+    fields = {"x": x, "weights": nothing, "expert_offsets": nothing, "expert_counts": nothing, "index": None}
+    return Dispatched(**{**fields, **more}, tokens=0, _saved=None, _owner=None)
 
 
 def quantised(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -33,9 +33,9 @@ def test_received_rows_with_scales_are_dequantised(layout: str) -> None:
     index = torch.tensor([4, 0, 3, 2, 1]) if layout == "rank" else None
     got = dispatched(values, scales=scales, **({} if index is None else {"index": index}))
     want = x[1:4] if index is None else x[index[1:4]]
-    found = received(got, slice(1, 4))
-    assert found.dtype == torch.float32
-    assert float((found - want).abs().max()) <= 0.5 / 28
+    rows = received(got, slice(1, 4))
+    assert rows.dtype == torch.float32
+    assert float((rows - want).abs().max()) <= 0.5 / 28
 
 
 def test_received_rows_without_scales_are_unchanged() -> None:

@@ -101,8 +101,8 @@ def test_a_store_that_dies_while_python_ends_does_not_end_the_process() -> None:
     with subprocess.Popen([sys.executable, "-c", SERVER], stdout=subprocess.PIPE, text=True) as server:
         try:
             assert server.stdout is not None
-            asked = [sys.executable, "-c", CLIENT, str(server.pid), server.stdout.readline()]
-            ended = subprocess.run(asked, cwd=REPOSITORY, capture_output=True, text=True, timeout=60)
+            command = [sys.executable, "-c", CLIENT, str(server.pid), server.stdout.readline()]
+            ended = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, timeout=60)
         finally:
             server.kill()
     said = "the store of rank 0 did not answer within 0.2 s\n"

@@ -39,9 +39,9 @@ def test_a_missing_member_ends_the_connection_after_a_timeout(world: World, monk
 
 
 def test_a_communicator_is_returned_and_a_failure_is_raised(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
-    made: Any = object()
-    monkeypatch.setattr(nccl, "Communicator", lambda *_: made)
-    assert nccl._connect_members(world, b"identity", (0, 1), 8) is made
+    communicator: Any = object()
+    monkeypatch.setattr(nccl, "Communicator", lambda *_: communicator)
+    assert nccl._connect_members(world, b"identity", (0, 1), 8) is communicator
 
     def refuse(*_: object) -> Any:
         raise RuntimeError("no NCCL here")
@@ -90,40 +90,40 @@ class Library:
         return self._code
 
 
-def communicator_of(found: Library, monkeypatch: pytest.MonkeyPatch) -> nccl.Communicator:
-    monkeypatch.setattr(nccl, "library", lambda: found)
+def communicator_of(library: Library, monkeypatch: pytest.MonkeyPatch) -> nccl.Communicator:
+    monkeypatch.setattr(nccl, "library", lambda: library)
     monkeypatch.setattr(nccl, "GRAPHS_S", 0.2)
     return nccl.Communicator(bytes(nccl.ID_BYTES), 0, 2)
 
 
 @pytest.mark.parametrize("how", ["abort", "close"])
 def test_a_communicator_that_graphs_hold_ends_when_they_are_freed(how: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    found = Library()
-    communicator = communicator_of(found, monkeypatch)
+    library = Library()
+    communicator = communicator_of(library, monkeypatch)
     communicator.hold()
     start = time.monotonic()
     getattr(communicator, how)()
-    assert 0.1 < time.monotonic() - start < 5 and found.ended == []
-    found.freed.set()
+    assert 0.1 < time.monotonic() - start < 5 and library.ended == []
+    library.freed.set()
     ends = time.monotonic() + 10
-    while not found.ended and time.monotonic() < ends:
+    while not library.ended and time.monotonic() < ends:
         time.sleep(0.01)
-    assert found.ended == ["destroy" if how == "close" else how]
+    assert library.ended == ["destroy" if how == "close" else how]
     communicator.close()  # a second end does nothing
-    assert len(found.ended) == 1
+    assert len(library.ended) == 1
 
 
 @pytest.mark.parametrize("held", [False, True])
 def test_an_end_that_fails_raises(held: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    found = Library(code=3)
-    found.freed.set()
-    communicator = communicator_of(found, monkeypatch)
+    library = Library(code=3)
+    library.freed.set()
+    communicator = communicator_of(library, monkeypatch)
     if held:
         monkeypatch.setattr(nccl, "GRAPHS_S", 10)
         communicator.hold()
     with pytest.raises(WiringError, match="ncclCommDestroy failed: it did not work"):
         communicator.close()
-    assert found.ended == ["destroy"]
+    assert library.ended == ["destroy"]
 
 
 class LaterLibrary(Library):
@@ -137,8 +137,8 @@ class LaterLibrary(Library):
         into._obj.value = self.version
         return 0
 
-    def ncclCommInitRankConfig(self, *given: Any) -> int:  # noqa: N802
-        config = given[-1]._obj
+    def ncclCommInitRankConfig(self, *arguments: Any) -> int:  # noqa: N802
+        config = arguments[-1]._obj
         self.configured.append({name: getattr(config, name) for name, _ in config._fields_})
         return 0
 
@@ -147,14 +147,14 @@ class LaterLibrary(Library):
 def test_the_blocks_of_nccl_are_bounded_where_it_can_be_told(
     version: int, bounded: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    found = LaterLibrary(version)
-    monkeypatch.setattr(nccl, "library", lambda: found)
+    library = LaterLibrary(version)
+    monkeypatch.setattr(nccl, "library", lambda: library)
     assert nccl.bounds_blocks() is bounded
     nccl.Communicator(bytes(nccl.ID_BYTES), 0, 2, most_blocks=8)
     undefined = -(2**31)
     whole = {"size": 40, "magic": 0xCAFEBEEF, "version": 21700, "blocking": undefined, "cga_cluster_size": 0}
     whole |= {"min_ctas": undefined, "max_ctas": 8, "net_name": None}
-    assert found.configured == ([whole] if bounded else [])
+    assert library.configured == ([whole] if bounded else [])
 
 
 def test_an_nccl_without_the_function_bounds_nothing(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -150,7 +150,7 @@ def fail_a_rail(rank: int) -> Any:
     else:
         said = error_of(lambda: rail.settle("check"))
     took = time.monotonic() - start
-    found = (
+    errors = (
         said,
         error_of(lambda: rail.swap("combine", blocks.clone(), blocks)),
         took,
@@ -158,7 +158,7 @@ def fail_a_rail(rank: int) -> Any:
     )
     world.barrier("failed")  # rank 0 serves the store until all have read it
     world.close(together=False)
-    return found
+    return errors
 
 
 def test_a_rank_that_fails_ends_the_waits_of_all_with_its_reason(groups: Groups) -> None:

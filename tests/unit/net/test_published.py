@@ -46,7 +46,7 @@ def test_a_reason_that_no_rank_wrote_is_refused(groups: Groups) -> None:
 
 def put_an_old_number_back(rank: int) -> Any:
     """Return the numbers of rank 0 that rank 1 finds: after its 3rd operation, its 7th, and when the 3rd is back."""
-    found = []
+    answers = []
     with World.of(domain=1, timeout_s=5) as world:
         assert isinstance(world, SpanningWorld)
         numbers, old = PublishedNumbers(world), b""
@@ -59,11 +59,11 @@ def put_an_old_number_back(rank: int) -> Any:
                 world.store.ask("set", "entered by 0", old, timeout_s=5)
             world.barrier("written")
             if rank == 1:
-                asked = 10 + len(found)
-                numbers.lagging(asked)
-                found.append(numbers.lagging(asked))
+                operation = 10 + len(answers)
+                numbers.lagging(operation)
+                answers.append(numbers.lagging(operation))
             world.barrier("read")
-    return found
+    return answers
 
 
 def test_an_old_record_that_is_put_back_is_not_believed(groups: Groups) -> None:

@@ -31,14 +31,14 @@ def wrong_steps(channel: Channel, how: str) -> list[int]:
     """Send a message in both directions in each step; return the steps in which a wrong message arrived."""
     wrong = []
     for step in range(STEPS):
-        mine = message_of(channel.world.rank, step)
+        own = message_of(channel.world.rank, step)
         if how == "one by one":
-            channel.send(mine)
-            theirs = channel.receive(mine.shape, mine.dtype)
+            channel.send(own)
+            theirs = channel.receive(own.shape, own.dtype)
         else:
             with channel.together():
-                theirs = channel.receive(mine.shape, mine.dtype)
-                channel.send(mine)
+                theirs = channel.receive(own.shape, own.dtype)
+                channel.send(own)
         assert channel.peer is not None
         if not torch.equal(theirs, message_of(channel.peer, step)):
             wrong.append(step)
@@ -60,8 +60,8 @@ def run_channel(world: World, peers: list[int | None], protocol: str, how: str) 
 def test_messages_arrive_unchanged_in_both_directions(
     pool: RankPool, protocol: str, how: str, peers: list[int | None]
 ) -> None:
-    found = pool.run(len(peers), run_channel, peers, protocol, how)
-    assert found == [None if peer is None else [] for peer in peers]
+    results = pool.run(len(peers), run_channel, peers, protocol, how)
+    assert results == [None if peer is None else [] for peer in peers]
 
 
 def run_channel_in_a_group(world: World) -> list[int] | None:
@@ -87,8 +87,8 @@ def receive_as_other_types(world: World) -> list[Any]:
     """Send messages of one dtype and shape, receive them as another; return the received values."""
     seen: list[Any] = []
     with torch.inference_mode():
-        made = Channel(world, 1 - world.rank, 8)
-    with made as channel:
+        other = Channel(world, 1 - world.rank, 8)
+    with other as channel:
         messages = [torch.tensor(-2.0, dtype=torch.float64), torch.tensor([[1], [2]], dtype=torch.int32)]
         messages += [torch.ones(2, 4, dtype=torch.bool), torch.zeros(4, dtype=torch.bfloat16, requires_grad=True)]
         views: list[tuple[Any, ...]] = [((), torch.float64), (None, torch.int32), (None,), ((2, 2), torch.float16)]
@@ -161,13 +161,13 @@ def test_impossible_channels_are_refused_on_all_ranks() -> None:
         for outcome in each(worlds, ask):
             assert isinstance(outcome, errors.ConfigError), (what, outcome)
             assert says in str(outcome), what
-    made = each(worlds, lambda world: Channel(world, (1, 0, None)[world.rank], 8))
-    assert [type(channel) for channel in made] == [Channel] * 3, "the worlds must still work"
+    channels = each(worlds, lambda world: Channel(world, (1, 0, None)[world.rank], 8))
+    assert [type(channel) for channel in channels] == [Channel] * 3, "the worlds must still work"
     with pytest.raises(errors.ConfigError, match="rank 2, which named no peer"):
-        made[2].send(torch.zeros(8, dtype=torch.uint8))
+        channels[2].send(torch.zeros(8, dtype=torch.uint8))
     with pytest.raises(errors.ConfigError, match="rank 2, which named no peer"):
-        made[2].receive()
-    made[2].check()
+        channels[2].receive()
+    channels[2].check()
     close(worlds)
 
 
@@ -292,10 +292,10 @@ def send_back_what_arrived(world: World, protocol: str) -> list[list[int]]:
 def test_together_sends_a_clone_of_a_received_message_but_not_the_message(
     two_worlds: list[World], protocol: str
 ) -> None:
-    mine = [[rank] * 8 for rank in range(2)]
+    messages = [[rank] * 8 for rank in range(2)]
     assert each(two_worlds, lambda world: send_back_what_arrived(world, protocol)) == [
-        [mine[0], mine[1]],
-        [mine[1], mine[0]],
+        [messages[0], messages[1]],
+        [messages[1], messages[0]],
     ]
 
 

@@ -197,10 +197,10 @@ def test_only_rank_0_reads_the_transport_table(monkeypatch: pytest.MonkeyPatch, 
 
 
 def test_channels_choose_their_transport_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    asked = []
+    choices = []
 
     def count(world: World, spec: ChannelSpec) -> str:
-        asked.append(spec)
+        choices.append(spec)
         return choice.choose_transport(world, spec)
 
     monkeypatch.setattr(channels_module, "choose_transport", count)
@@ -212,4 +212,4 @@ def test_channels_choose_their_transport_once(monkeypatch: pytest.MonkeyPatch) -
             assert channels.receive(0).tolist() == [turn] * 8
             channels.release(0)
         channels.close()
-    assert len(asked) == 1
+    assert len(choices) == 1

@@ -42,7 +42,7 @@ def test_a_saved_table_is_loaded_and_the_built_in_one_fills_its_gaps(tmp_path: P
     assert Table.load() is None
     path = MINE.save()
     assert path == tmp_path / "cache" / FILE
-    assert [each.name for each in path.parent.iterdir()] == [FILE]
+    assert [path_inside.name for path_inside in path.parent.iterdir()] == [FILE]
     assert Table.load() == MINE
     picked = [MINE.pick("pairs", "put", size) for size in (0, 4095, 4096, 1 << 30)]
     assert picked == ["copy_engine", "copy_engine", "tma", "tma"]
@@ -120,8 +120,8 @@ H200, A100 = GpuFacts("NVIDIA H200", (9, 0)), GpuFacts("NVIDIA A100", (8, 0))
 def world_of(gpus: list[GpuFacts], rank: int) -> SimpleNamespace:
     """Return a rank of a world on these GPUs, whose swaps return the values of such ranks."""
 
-    def swap(mine: object, what: str) -> list[object]:
-        return list(gpus) if what == "channels: gpus" else [mine] * len(gpus)
+    def swap(own: object, what: str) -> list[object]:
+        return list(gpus) if what == "channels: gpus" else [own] * len(gpus)
 
     def agree(problem: Exception | None, what: str) -> None:
         if problem is not None:
@@ -137,13 +137,13 @@ def test_tma_is_refused_on_all_ranks_if_one_gpu_is_too_old(rank: int, monkeypatc
         "transport tma was asked for; NVIDIA A100 of rank 1 has compute capability 8.0, and tma needs 9.0 or more: "
         "take copy_engine, collective or auto"
     )
-    asked = ChannelSpec(PAIR, (4,), transport="tma")
+    spec = ChannelSpec(PAIR, (4,), transport="tma")
     with pytest.raises(ConfigError) as caught:
-        choose_transport(world_of([H200, A100], rank), asked)
+        choose_transport(world_of([H200, A100], rank), spec)
     assert str(caught.value) == says
     with pytest.raises(ConfigError, match="sms is 8, which only transport tma takes; NVIDIA A100 of rank 1"):
         choose_transport(world_of([H200, A100], rank), ChannelSpec(PAIR, (4,), sms=8))
-    assert choose_transport(world_of([H200, H200], rank), asked) == "tma"
+    assert choose_transport(world_of([H200, H200], rank), spec) == "tma"
     for transport in ("copy_engine", "collective"):
         assert choose_transport(world_of([A100, A100], rank), ChannelSpec(PAIR, (4,), transport=transport)) == transport
 

@@ -66,17 +66,17 @@ def test_equal_batches_have_equal_orders_and_different_ones_do_not():
 
 def driver_calls(monkeypatch, spec: ChannelSpec, rank: int) -> list[Any]:
     """Return the driver calls of the copy engine's mover: names of memory operations, and copies."""
-    asked: list[Any] = []
+    calls: list[Any] = []
 
     def call(name: str, *arguments: Any) -> None:
         stream = arguments[0] if name == "cuStreamBatchMemOp" else arguments[-1]
         assert stream == 7
         if name == "cuStreamBatchMemOp":
             assert arguments[1] == len(arguments[2])
-            asked.append(list(arguments[2]))
+            calls.append(list(arguments[2]))
         else:
             assert name == "cuMemcpyAsync" and arguments[2] == spec.nbytes
-            asked.append(("copy", arguments[0]))
+            calls.append(("copy", arguments[0]))
 
     monkeypatch.setattr(copy_engine, "call", call)
     mover = CopyEngineMover.__new__(CopyEngineMover)
@@ -87,7 +87,7 @@ def driver_calls(monkeypatch, spec: ChannelSpec, rank: int) -> list[Any]:
     mover._waits = {(word, number): [f"wait {word}"] * 4 for word, number in keys}
     mover._signals = {(word, number): [word] for word, number in keys}
     mover.enqueue(OrderedBatch.of(batch_of(rank, spec), SimpleNamespace(rank=rank, size=4)), 7)
-    return asked
+    return calls
 
 
 def test_puts_enqueue_one_copy_between_memory_operations(monkeypatch):
@@ -107,7 +107,7 @@ def test_puts_enqueue_one_copy_between_memory_operations(monkeypatch):
 
 def test_gets_signal_each_message_right_after_its_copy(monkeypatch):
     spec = ChannelSpec(((1, 0), (2, 0)), (1000,), protocol="get", transport="copy_engine")
-    kinds = [each if isinstance(each, list) else each[0] for each in driver_calls(monkeypatch, spec, 0)]
+    kinds = [entry if isinstance(entry, list) else entry[0] for entry in driver_calls(monkeypatch, spec, 0)]
     wait = ["wait sent"] * 4
     assert kinds == [["taken"] * 2 + wait, "copy", ["taken", *wait], "copy", ["taken"]]
 
@@ -115,7 +115,7 @@ def test_gets_signal_each_message_right_after_its_copy(monkeypatch):
 def test_batches_of_memory_operations_keep_the_drivers_limit(monkeypatch):
     spec = ChannelSpec(((1, 0),), (0,), protocol="put", transport="copy_engine", slots=100)
     monkeypatch.setattr(OrderedBatch, "of", lambda *_: OrderedBatch((), (), tuple(spec.mailboxes)))
-    lengths = [len(each) for each in driver_calls(monkeypatch, spec, 0)]
+    lengths = [len(entry) for entry in driver_calls(monkeypatch, spec, 0)]
     assert sum(lengths) == 400 and max(lengths) == MAX_BATCH
 
 

@@ -32,7 +32,7 @@ def send_ahead(world: World, protocol: str) -> list[list[int]]:
         for part in range(2):
             channels.send(right, message(10 * turn + part))
         got = [channels.receive(left) for _ in range(2)]
-        received.append([int(each[0]) for each in got])
+        received.append([int(row[0]) for row in got])
         for _ in range(2):
             channels.release(left)
     channels.close()

@@ -69,10 +69,10 @@ def explore(send: tuple[Operation, ...], receive: tuple[Operation, ...]) -> int:
         done = state.sender == MESSAGES * len(send) and state.receiver == MESSAGES * len(receive)
         if not nexts and not done:
             raise LostError(f"blocked: {state}")
-        for each in nexts:
-            if each not in seen:
-                seen.add(each)
-                waiting.append(each)
+        for following in nexts:
+            if following not in seen:
+                seen.add(following)
+                waiting.append(following)
     return len(seen)
 
 
@@ -81,7 +81,7 @@ def test_no_interleaving_loses_or_doubles_a_signal():
 
 
 def moved(program: tuple[Operation, ...], operation: Operation, place: int) -> tuple[Operation, ...]:
-    rest = [each for each in program if each != operation]
+    rest = [step for step in program if step != operation]
     return (*rest[:place], operation, *rest[place:])
 
 
@@ -119,7 +119,7 @@ def blocked(program: tuple[str, ...], steps: int = 3, ranks: int = 3) -> bool:
                 at[rank] += 1
                 moving = True
         if not moving:
-            return any(each < steps * len(program) for each in at)
+            return any(place < steps * len(program) for place in at)
 
 
 def test_a_ring_blocks_only_if_the_receive_precedes_the_send():

@@ -14,7 +14,7 @@ class Numbering {
           lane_(threadIdx.x % 32), totals_(shared), begins_(totals_ + p.memory.local),
           counters_(begins_ + p.memory.local), marks_(counters_ + warps_ * p.memory.local),
           before_(marks_ + warps_ * (p.memory.ranks + 1)), sums_(before_ + p.memory.ranks + 1),
-          topk_idx_(p.memory.topk_idx_of(p.kept, run_.source)) {}
+          topk_idx_(p.memory.topk_idx_of(p.saved, run_.source)) {}
 
     // Finds the number of entries of each expert, its start, and its entries before this block's run.
     __device__ __forceinline__ void find_experts() {
@@ -27,24 +27,24 @@ class Numbering {
         }
         __syncthreads();
         // Whole groups, so that every thread's sum is a multiple of the alignment.
-        const u32 each = multiple((memory_.local + blockDim.x - 1) / blockDim.x, p_.group);
-        const u32 first = threadIdx.x * each;
-        u32 mine = 0;
-        for (u32 expert = first; expert < first + each && expert < memory_.local; ++expert) {
-            begins_[expert] += mine;
-            mine += totals_[expert];
+        const u32 experts = multiple((memory_.local + blockDim.x - 1) / blockDim.x, p_.group);
+        const u32 first = threadIdx.x * experts;
+        u32 rows = 0;  // of this thread's experts
+        for (u32 expert = first; expert < first + experts && expert < memory_.local; ++expert) {
+            begins_[expert] += rows;
+            rows += totals_[expert];
             if ((expert + 1) % p_.group == 0) {
-                mine = multiple(mine, p_.alignment);
+                rows = multiple(rows, p_.alignment);
             }
         }
-        const u32 begin = begin_of(mine);
-        for (u32 expert = first; expert < first + each && expert < memory_.local; ++expert) {
+        const u32 begin = begin_of(rows);
+        for (u32 expert = first; expert < first + experts && expert < memory_.local; ++expert) {
             begins_[expert] += begin;
         }
         fits_ = total_ <= p_.capacity;  // the barriers in `count` order begins_ before other threads read them
     }
 
-    // Writes the row of each token in the table, and the row of its sums among those that come back.
+    // Writes the row of each token in the table, and the row of its sums among those that are returned.
     __device__ __forceinline__ void number_tokens() {
         const bool own = run_.source == memory_.rank;
         const u32 first_way = own ? 0 : memory_.ranks;
@@ -77,9 +77,9 @@ class Numbering {
 
     __device__ __forceinline__ void number_entries() {
         const u32 entries = (run_.last - run_.first) * memory_.topk;
-        const u32 each = (entries + blockDim.x - 1) / blockDim.x * 32;  // entries of a warp, a multiple of 32
-        const u32 from = warp_ * each < entries ? warp_ * each : entries;
-        const u32 until = from + each < entries ? from + each : entries;
+        const u32 share = (entries + blockDim.x - 1) / blockDim.x * 32;  // entries of a warp, a multiple of 32
+        const u32 from = warp_ * share < entries ? warp_ * share : entries;
+        const u32 until = from + share < entries ? from + share : entries;
         const u32 base = run_.first * memory_.topk;
         count(base + from, base + until);
         for (u32 first = base + from; first < base + until; first += 32) {
@@ -101,7 +101,7 @@ class Numbering {
         }
         if (threadIdx.x == 0) {
             ptx::store_4(p_.expert_offsets + memory_.local * 4ull, fits_ ? total_ : 0);
-            DispatchRecord* record = memory_.record_of(p_.kept);
+            DispatchRecord* record = memory_.record_of(p_.saved);
             if (!fits_ && load_status(&record->refusal).cause == CAUSE_NONE) {
                 store_status(&record->refusal, {CAUSE_CAPACITY, 0, total_});
             }
@@ -143,17 +143,17 @@ class Numbering {
         const u32 words = stats_words(memory_);
         u32 total = 0, before = 0;
         for (u32 first = warp_; first < gridDim.x; first += warps_ * TOGETHER) {
-            u32 found[TOGETHER];
+            u32 counts[TOGETHER];
 #pragma unroll
             for (u32 i = 0; i < TOGETHER; ++i) {
                 const u32 block = first + i * warps_;
-                found[i] = ptx::load_4_if(expert < memory_.local && block < gridDim.x,
-                                          p_.stats + block * words + expert, 0);
+                counts[i] = ptx::load_4_if(expert < memory_.local && block < gridDim.x,
+                                           p_.stats + block * words + expert, 0);
             }
 #pragma unroll
             for (u32 i = 0; i < TOGETHER; ++i) {
-                total += found[i];
-                before += first + i * warps_ < blockIdx.x ? found[i] : 0;
+                total += counts[i];
+                before += first + i * warps_ < blockIdx.x ? counts[i] : 0;
             }
         }
         if (expert < memory_.local) {
@@ -162,7 +162,7 @@ class Numbering {
         }
     }
 
-    // All threads of a warp call this, with the same expert. Its entries in the runs before this block's.
+    // Returns the expert's entries in the runs before this block's. All threads of a warp call this, with one expert.
     __device__ __forceinline__ u32 entries_before(u32 expert) const {
         const u32 words = stats_words(memory_);
         u32 before = 0;
@@ -172,9 +172,9 @@ class Numbering {
         return warp_sum(before);
     }
 
-    // The sum of `mine` over the threads before this one; the sum over all becomes the total.
-    __device__ __forceinline__ u32 begin_of(u32 mine) {
-        u32 through = mine;
+    // Returns the sum of `own` over the threads before this one. The sum over all threads becomes the total.
+    __device__ __forceinline__ u32 begin_of(u32 own) {
+        u32 through = own;
         for (u32 step = 1; step < 32; step *= 2) {
             const u32 other = __shfl_up_sync(0xFFFFFFFF, through, step);
             through += lane_ >= step ? other : 0;
@@ -183,7 +183,7 @@ class Numbering {
             sums_[warp_] = through;
         }
         __syncthreads();
-        u32 begin = through - mine;
+        u32 begin = through - own;
         total_ = 0;
         for (u32 warp = 0; warp < warps_; ++warp) {
             begin += warp < warp_ ? sums_[warp] : 0;
@@ -202,7 +202,8 @@ class Numbering {
         }
     }
 
-    // All threads of a warp call this. The row of this thread's token in its block of rows, if the token goes this way.
+    // Returns the row of this thread's token in its block of rows, if the token goes this way. All threads of a warp
+    // call this.
     __device__ __forceinline__ u32 row_of(u32 ways, u32 way, u32 token) const {
         const u32 votes = __ballot_sync(0xFFFFFFFF, ways >> way & 1);
         if (!memory_.compact) {
@@ -218,10 +219,10 @@ class Numbering {
     __device__ __forceinline__ void store_row(u32 token, u32 way, u32 row) const {
         if (way == memory_.ranks) {
             const u32 first = run_.source * memory_.tokens;
-            ptx::store_4(p_.kept + memory_.row_of + (first + token) * 4ull, row == NOWHERE ? row : first + row);
-        } else if (token < p_.given) {
+            ptx::store_4(p_.saved + memory_.row_of + (first + token) * 4ull, row == NOWHERE ? row : first + row);
+        } else if (token < p_.x_rows) {
             const u32 at = way * (memory_.tokens + 1) + row;
-            ptx::store_4(p_.kept + memory_.home + (static_cast<u64>(token) * memory_.ranks + way) * 4,
+            ptx::store_4(p_.saved + memory_.returned_rows + (static_cast<u64>(token) * memory_.ranks + way) * 4,
                          row == NOWHERE ? row : at);
         }
     }
@@ -232,11 +233,11 @@ class Numbering {
             counters_[i] = 0;
         }
         __syncthreads();
-        u32* mine = counters_ + warp_ * memory_.local;
+        u32* counters = counters_ + warp_ * memory_.local;
         for (u32 entry = from + lane_; entry < until; entry += 32) {
             const u32 expert = local_of(memory_, ptx::load_4(topk_idx_ + entry * 4ull));
             if (expert != NOWHERE) {
-                atomicAdd(mine + expert, 1u);
+                atomicAdd(counters + expert, 1u);
             }
         }
         __syncthreads();
@@ -252,16 +253,16 @@ class Numbering {
         __syncthreads();
     }
 
-    // All threads of a warp call this. The place of each thread's entry, after the same expert's entries of the lanes
-    // before it.
+    // Returns the place of each thread's entry, after the same expert's entries of the lanes before it. All threads of
+    // a warp call this.
     __device__ __forceinline__ u32 next_of(u32 expert) {
-        u32* mine = counters_ + warp_ * memory_.local;
+        u32* counters = counters_ + warp_ * memory_.local;
         const u32 alike = __match_any_sync(0xFFFFFFFF, expert);
         const u32 before = __popc(alike & ((1u << lane_) - 1));
-        const u32 begin = expert == NOWHERE ? 0 : mine[expert];
+        const u32 begin = expert == NOWHERE ? 0 : counters[expert];
         __syncwarp();  // orders the reads of all lanes before the write
         if (expert != NOWHERE && before == 0) {
-            mine[expert] = begin + __popc(alike);
+            counters[expert] = begin + __popc(alike);
         }
         __syncwarp();
         return begin + before;
@@ -269,13 +270,13 @@ class Numbering {
 
     __device__ __forceinline__ void place_entry(u32 entry, u32 place) const {
         const u64 all = run_.source * memory_.entries() + entry;
-        ptx::store_4(p_.kept + memory_.places + all * 4, place);
+        ptx::store_4(p_.saved + memory_.places + all * 4, place);
         if (place != NOWHERE) {
             ptx::store_4(p_.out_weights + place * 4ull,
-                         ptx::load_4(memory_.topk_weights_of(p_.kept, run_.source) + entry * 4ull));
+                         ptx::load_4(memory_.topk_weights_of(p_.saved, run_.source) + entry * 4ull));
             if (p_.index != nullptr) {
                 const u64 token = static_cast<u64>(run_.source) * memory_.tokens + entry / memory_.topk;
-                ptx::store_8(p_.index + place * 8ull, ptx::load_4(p_.kept + memory_.row_of + token * 4));
+                ptx::store_8(p_.index + place * 8ull, ptx::load_4(p_.saved + memory_.row_of + token * 4));
             }
         }
     }

@@ -17,7 +17,7 @@ struct DispatchRecord {
     Status refusal;             // why this rank refuses the step, if it does
     u64 number;                 // the dispatch, counted from 1 by the exchange
     u64 unused;
-    u32 rows_from[MOST_RANKS];  // rows from each rank; as many sums go back there
+    u32 rows_from[MOST_RANKS];  // rows from each rank; as many sums are returned there
     u32 rows_to[MOST_RANKS];    // rows to each rank
 };
 static_assert(sizeof(DispatchRecord) == 32 + 8 * MOST_RANKS, "");
@@ -27,9 +27,9 @@ static_assert(sizeof(DispatchRecord) == 32 + 8 * MOST_RANKS, "");
 // (compare_passes.cu). An id of NOWHERE is no expert.
 struct DispatchMemory {
     u64 record;  // offset of a DispatchRecord
-    // u32[T][R]: the row that holds the sum of each token of this rank from each rank, among the sums that come back.
-    // These lie in blocks of T + 1 rows. NOWHERE: that rank has no expert of the token.
-    u64 home;
+    // u32[T][R]: the row that holds the sum of each token of this rank from each rank, among the returned sums. These
+    // lie in blocks of T + 1 rows. NOWHERE: that rank has no expert of the token.
+    u64 returned_rows;
     u64 row_of;  // u32[N]: the row of the table that holds each token of all ranks; NOWHERE: not for this rank
     u64 places;  // u32[N][K]: the place of each (token, k) among this rank's expert-major rows, or NOWHERE
     u32 rank;
@@ -45,18 +45,20 @@ struct DispatchMemory {
     // Bytes that a rank publishes, a multiple of 16. raymoe/exchange/nccl/rounds.py computes the same.
     __device__ __forceinline__ u64 published_bytes() const { return (entries() * 8 + 15) / 16 * 16 + sizeof(Status); }
 
-    __device__ __forceinline__ u8* topk_idx_of(u8* kept, u32 source) const { return kept + source * published_bytes(); }
-
-    __device__ __forceinline__ u8* topk_weights_of(u8* kept, u32 source) const {
-        return topk_idx_of(kept, source) + entries() * 4;
+    __device__ __forceinline__ u8* topk_idx_of(u8* saved, u32 source) const {
+        return saved + source * published_bytes();
     }
 
-    __device__ __forceinline__ u8* pass_of(u8* kept, u32 source) const {
-        return topk_idx_of(kept, source + 1) - sizeof(Status);
+    __device__ __forceinline__ u8* topk_weights_of(u8* saved, u32 source) const {
+        return topk_idx_of(saved, source) + entries() * 4;
     }
 
-    __device__ __forceinline__ DispatchRecord* record_of(u8* kept) const {
-        return reinterpret_cast<DispatchRecord*>(kept + record);
+    __device__ __forceinline__ u8* pass_of(u8* saved, u32 source) const {
+        return topk_idx_of(saved, source + 1) - sizeof(Status);
+    }
+
+    __device__ __forceinline__ DispatchRecord* record_of(u8* saved) const {
+        return reinterpret_cast<DispatchRecord*>(saved + record);
     }
 };
 

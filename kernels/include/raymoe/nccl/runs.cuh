@@ -7,7 +7,7 @@ namespace raymoe {
 
 struct CountParams {
     DispatchMemory memory;
-    u8* kept;    // memory of the dispatch, with the ids and weights of all ranks
+    u8* saved;    // memory of the dispatch, with the ids and weights of all ranks
     u32* stats;  // [blocks][stats_words]
     u32 runs;    // of each source; the grid has `runs` blocks for each rank
     u32 unused;
@@ -27,9 +27,9 @@ struct Run {
     __device__ __forceinline__ Run(const DispatchMemory& memory, u32 runs) {
         source = blockIdx.x / runs;
         number = blockIdx.x - source * runs;
-        const u32 each = (memory.tokens + runs - 1) / runs;
-        first = number * each < memory.tokens ? number * each : memory.tokens;
-        last = first + each < memory.tokens ? first + each : memory.tokens;
+        const u32 tokens = (memory.tokens + runs - 1) / runs;
+        first = number * tokens < memory.tokens ? number * tokens : memory.tokens;
+        last = first + tokens < memory.tokens ? first + tokens : memory.tokens;
     }
 };
 

@@ -13,8 +13,8 @@ constexpr u32 CAUSE_CAPACITY = 2;  // number: the rows needed
 constexpr u32 CAUSE_TOKENS = 5;    // other: rows of x, number: the tokens asked for
 
 // 16 bytes after the rows of each block of a combine. With CAUSE_NONE, `number` is the dispatch that it combines.
-// `other` is whether the combine is weighted, plus 2 if numbers of entries go home with it, plus 4 times the number of
-// its call site. Statuses that differ show that ranks combine different dispatches, or differently.
+// `other` is whether the combine is weighted, plus 2 if it returns numbers of entries, plus 4 times the number of its
+// call site. Statuses that differ show that ranks combine different dispatches, or differently.
 struct Status {
     u32 cause;
     u32 other;

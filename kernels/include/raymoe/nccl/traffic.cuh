@@ -7,7 +7,7 @@ namespace raymoe {
 
 struct NumberParams {
     DispatchMemory memory;
-    u8* kept;          // memory of the dispatch, with the ids and weights of all ranks
+    u8* saved;          // memory of the dispatch, with the ids and weights of all ranks
     const u32* stats;  // of count_entries, whose grid was the same
 
     u8* out_weights;     // f32[capacity]
@@ -21,7 +21,7 @@ struct NumberParams {
     u64* host_counts;
 
     u32 runs;      // of each source
-    u32 given;     // rows of x
+    u32 x_rows;
     u32 capacity;
     u32 alignment;
     u32 zero_row;  // of the table
@@ -50,7 +50,7 @@ __device__ __forceinline__ u32 over_runs(const NumberParams& p, u32 source, u32 
 // All threads of a block call this. Writes the rows to and from each rank for the combine and for the host.
 __device__ inline void store_traffic(const NumberParams& p) {
     const DispatchMemory& memory = p.memory;
-    DispatchRecord* record = memory.record_of(p.kept);
+    DispatchRecord* record = memory.record_of(p.saved);
     for (u32 i = threadIdx.x / 32; i < 2 * memory.ranks; i += blockDim.x / 32) {
         const u32 rank = i < memory.ranks ? i : i - memory.ranks;
         const bool here = i >= memory.ranks;

@@ -24,17 +24,17 @@ def published_ids(topk_idx: torch.Tensor, num_tokens: torch.Tensor | None, out: 
     >>> out[1:].tolist(), refused_count(int(out[0, 0]))
     ([[-1, -1], [-1, -1]], Refusal(cause=<Cause.TOKENS: 5>, other=2, number=3))
     """
-    given = len(topk_idx)
+    x_rows = len(topk_idx)
     out.fill_(-1)
     ids = topk_idx.long().clamp(min=LOWEST_ID)
     if num_tokens is None:
-        out[:given] = ids
+        out[:x_rows] = ids
         return
     count = num_tokens.long()
-    good = (count >= 0) & (count <= given)
-    sent = (torch.arange(given, device=out.device) < count) & good
-    out[:given] = torch.where(sent[:, None], ids, -1)
-    code = (count & (2**32 - 1)) + (BAD_COUNT + (given << 32))
+    good = (count >= 0) & (count <= x_rows)
+    sent = (torch.arange(x_rows, device=out.device) < count) & good
+    out[:x_rows] = torch.where(sent[:, None], ids, -1)
+    code = (count & (2**32 - 1)) + (BAD_COUNT + (x_rows << 32))
     out[0, :1] = torch.where(good, out[0, :1], code)
 
 

@@ -33,9 +33,9 @@ def test_a_dispatch_in_chunks_leaves_nccl_its_sms() -> None:
     assert SMS_BESIDE == RAIL_BLOCKS + 1
     for sms in ("auto", 123, 64, 2):
         for chunk in ("auto", 100):
-            found = chosen(sms, chunk)
-            assert found.chunk == (512 if chunk == "auto" else 100)
-            assert found.sms == (123 if sms == "auto" else sms) <= 132 - SMS_BESIDE
+            choice = chosen(sms, chunk)
+            assert choice.chunk == (512 if chunk == "auto" else 100)
+            assert choice.sms == (123 if sms == "auto" else sms) <= 132 - SMS_BESIDE
 
 
 @pytest.mark.parametrize("sms", [124, 132, 200])

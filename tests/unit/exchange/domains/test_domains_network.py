@@ -82,8 +82,8 @@ def test_two_domains_exchange_over_a_network(
         for rank in range(4):
             output = cleanup.enter_context(tempfile.TemporaryFile("w+"))
             inside = ["nsenter", "--net", "--target", str(namespaces[rank // 2])]
-            asked = [*inside, sys.executable, "-c", program, str(rank), str(tmp_path / "store")]
-            process = subprocess.Popen(asked, stdout=output, stderr=subprocess.STDOUT, cwd=REPOSITORY)
+            command = [*inside, sys.executable, "-c", program, str(rank), str(tmp_path / "store")]
+            process = subprocess.Popen(command, stdout=output, stderr=subprocess.STDOUT, cwd=REPOSITORY)
             cleanup.callback(process.wait)
             cleanup.callback(process.kill)
             ranks.append((process, output))

@@ -40,9 +40,9 @@ def run_cases(_rank: int, cases: list[Case], domain: int = 2) -> Any:
 
 
 def judge_all(groups: Groups, cases: list[Case], ranks: int = 4, domain: int = 2) -> None:
-    found = groups(ranks, run_cases, cases, domain)
+    results = groups(ranks, run_cases, cases, domain)
     for number, case in enumerate(cases):
-        judge(case, [theirs[number] for theirs in found])
+        judge(case, [theirs[number] for theirs in results])
 
 
 @pytest.mark.parametrize("backend", ["auto", "collective", "allgather"])
@@ -109,9 +109,9 @@ def refuse(rank: int, backend: str, bad: str) -> Any:
     with World.of(domain=2, timeout_s=20) as world, Exchange(world, spec, backend) as exchange:
         good = torch.arange(4)[:, None]
         wrong = {"id": torch.tensor([[0], [8], [1], [1]]), "rows": torch.full((4, 1), 7)}[bad]
-        found = [step_of(exchange, wrong if bad == "rows" or rank == 2 else good)]
-        found += [step_of(exchange, good), step_of(exchange, good.flip(0))]
-        return [(y.numpy(), said) for y, said in found]
+        reports = [step_of(exchange, wrong if bad == "rows" or rank == 2 else good)]
+        reports += [step_of(exchange, good), step_of(exchange, good.flip(0))]
+        return [(y.numpy(), said) for y, said in reports]
 
 
 @pytest.mark.parametrize("backend", ["host", "collective", "allgather"])
@@ -152,15 +152,15 @@ def disagree(rank: int, different: list[int]) -> Any:
 @pytest.mark.parametrize("different", [[3], [2, 3], [0, 2]])
 def test_ranks_in_different_operations_all_raise_and_the_next_one_works(groups: Groups, different: list[int]) -> None:
     case = Case(4, SPEC, "auto", ("uniform",) * 4, seed=2, ragged=False)
-    found = groups(4, disagree, different)
+    reports = groups(4, disagree, different)
     if different == [3]:
-        assert "ranks of domain 1 are in different operations" in found[0][0][0][1]
-    for rank, (wrong, y, _) in enumerate(found):
+        assert "ranks of domain 1 are in different operations" in reports[0][0][0][1]
+    for rank, (wrong, y, _) in enumerate(reports):
         for kind, said in wrong:
             assert kind == ConfigError.__name__
             assert "call the same operations in one order on all ranks" in said
         judge_combine(case, batches(case, 0)[rank], y)
-    judge(case, [results for _, _, results in found])
+    judge(case, [results for _, _, results in reports])
 
 
 def combine_another(rank: int) -> Any:
@@ -184,22 +184,22 @@ LATE_S, PATIENCE_S = 0.6, 2.0
 
 def run_late(rank: int, case: Case, slow: tuple[int, ...]) -> Any:
     """Run all steps, on ranks of `slow` each later than on the others, by less than the deadline."""
-    found, took = [], []
+    results, took = [], []
     with World.of(domain=2, timeout_s=PATIENCE_S) as world, open_exchange(world, case) as exchange:
         for step in range(len(case.routing)):
             batch, start = batches(case, step)[rank], time.monotonic()
             if rank in slow:
                 time.sleep(LATE_S)
-            found.append(run_step(exchange, case, batch))
+            results.append(run_step(exchange, case, batch))
             took.append(time.monotonic() - start)
-    return found, took
+    return results, took
 
 
 def test_a_slow_host_is_waited_for_in_every_step_and_spoils_none(groups: Groups) -> None:
     """All steps together are later than the deadline of one: it begins anew with each wait."""
     case = Case(4, SPEC, "auto", ("uniform", "skewed") * 2, 5)
     ran = groups(4, run_late, case, (2, 3))
-    judge(case, [found for found, _ in ran])
+    judge(case, [result for result, _ in ran])
     for _, took in ran:
         assert min(took) > 0.9 * LATE_S and sum(took) > PATIENCE_S
 
@@ -224,11 +224,11 @@ def leave(rank: int, missing: int) -> Any:
 
 def test_a_missing_rank_ends_the_step_of_all_ranks_and_is_named(groups: Groups) -> None:
     missing = 3
-    found = groups(4, leave, missing)
-    assert [each and each[:2] for each in found] == [(0, 2), (1, 3), (2, 3), None]  # rank 2 is stuck behind rank 3
-    for each in found[:3]:
-        assert 0.9 < each[2] < 4
-        assert each[3], "the exchange is unusable"
+    errors = groups(4, leave, missing)
+    assert [error and error[:2] for error in errors] == [(0, 2), (1, 3), (2, 3), None]  # rank 2 is stuck behind rank 3
+    for error in errors[:3]:
+        assert 0.9 < error[2] < 4
+        assert error[3], "the exchange is unusable"
 
 
 def differentiate(_rank: int, case: Case, domain: int) -> Any:
@@ -303,9 +303,9 @@ def _step_until_lost(rank: int, lost: int, signum: int) -> Any:
 def test_a_lost_rank_ends_the_waits_of_all_ranks(tmp_path: Path, lost: int, signum: int) -> None:
     """A stopped rank 0 answers no question to the store that it serves."""
     with RankPool(4) as own:
-        found = own.outcomes(4, step_until_lost, str(tmp_path / "store"), lost, signum)
-    assert isinstance(found[lost], (EOFError, ConnectionResetError))
-    left = [each for rank, each in enumerate(found) if rank != lost]
+        outcomes = own.outcomes(4, step_until_lost, str(tmp_path / "store"), lost, signum)
+    assert isinstance(outcomes[lost], (EOFError, ConnectionResetError))
+    left = [outcome for rank, outcome in enumerate(outcomes) if rank != lost]
     named = [peer for errors, _ in left for _, peer in errors]
     assert lost in named
     for errors, took in left:
@@ -342,10 +342,10 @@ def abort_a_rail(rank: int) -> Any:
             waited = error_of(rail.swap("swap", blocks.clone(), blocks))
             took = time.monotonic() - start
             rail.abort()
-            found = waited, took, error_of(lambda: rail.swap("next", blocks.clone(), blocks))
+            report = waited, took, error_of(lambda: rail.swap("next", blocks.clone(), blocks))
         world.barrier("aborted")
         world.close(together=False)
-        return found if rank == 0 else None
+        return report if rank == 0 else None
 
 
 def test_an_abort_of_a_rail_ends_its_wait_and_refuses_later_calls(groups: Groups) -> None:
@@ -362,9 +362,9 @@ def counted_bytes(_rank: int, spec: ExchangeSpec) -> Any:
         rail = world.shared(GlooRail)
         gather, swap, others = rail.gather, rail.swap, world.domains - 1
 
-        def counting_gather(op: str, out: torch.Tensor, mine: torch.Tensor) -> Callable[[], None]:
-            sent.append(mine.nbytes * others)
-            return gather(op, out, mine)
+        def counting_gather(op: str, out: torch.Tensor, own: torch.Tensor) -> Callable[[], None]:
+            sent.append(own.nbytes * others)
+            return gather(op, out, own)
 
         def counting_swap(op: str, received: torch.Tensor, blocks: torch.Tensor) -> Callable[[], None]:
             sent.append(blocks.nbytes // world.domains * others)
@@ -382,5 +382,5 @@ def counted_bytes(_rank: int, spec: ExchangeSpec) -> Any:
 @pytest.mark.parametrize("wire", [None, {"combine": "float32"}])
 def test_the_bytes_between_domains_are_those_that_rails_send(groups: Groups, wire: dict[str, str] | None) -> None:
     sent, counted = groups(4, counted_bytes, replace(SPEC, wire=wire))[0]
-    dispatch, combine = (sum(each) for each in zip(*sent, strict=True))
+    dispatch, combine = (sum(counts) for counts in zip(*sent, strict=True))
     assert counted == {"dispatch": dispatch, "combine": combine, "exchange": dispatch + combine}

@@ -47,13 +47,13 @@ def step_of(exchange: HierarchicalGpu, case: Case, batch: Any) -> tuple[Dispatch
     out = torch.full((spec.rows(case.ranks), spec.hidden), torch.nan, dtype=dtype) if spec.layout == "expert" else None
     got = exchange.dispatch(Tokens(batch.x, batch.ids, batch.weights, count), out)
     rows, y = expert_major(got), torch.full_like(batch.x, torch.nan)
-    made = apply_experts(SimpleNamespace(world=exchange._world), got, rows)  # type: ignore[arg-type]
-    exchange.combine(made, got, case.weighted, y)
+    products = apply_experts(SimpleNamespace(world=exchange._world), got, rows)  # type: ignore[arg-type]
+    exchange.combine(products, got, case.weighted, y)
     return got, copy.deepcopy(result_of(got, rows, y))  # the machine's memory goes with it
 
 
 def run_cases(rank: int, cases: list[Case], chunk: int) -> Any:
-    found = []
+    reports = []
     with World.of(domain=1, timeout_s=40) as world:
         for case in cases:
             with between_domains(world, case.spec, "chunks", chunk) as exchange:
@@ -65,8 +65,8 @@ def run_cases(rank: int, cases: list[Case], chunk: int) -> Any:
                     results.append(step_of(exchange, case, batch)[1])
                     exchange.check()
                     assert exchange._rail_rows.words.tolist() == [step + 2] * len(exchange._rail_rows.words)
-                found.append(results)
-    return found
+                reports.append(results)
+    return reports
 
 
 @pytest.mark.one_in(3)
@@ -81,15 +81,15 @@ def test_every_routing_matches_plan_and_oracle(groups: Groups, ranks: int, chunk
         Case(ranks, spec, "fused", ROUTINGS, seed=number, ragged=number != 2, prefix=number == 1)
         for number, spec in enumerate(specs)
     ]
-    found = groups(ranks, run_cases, cases, chunk)
+    results = groups(ranks, run_cases, cases, chunk)
     for number, case in enumerate(cases):
         for step in range(len(case.routing)):
             sent = batches(case, step)
             if case.prefix:
                 sent = [on_rank.padded(batch, case.spec.tokens) for batch in sent]
             for rank in range(ranks):
-                judge_dispatch(case, sent, rank, found[rank][number][step])
-                judge_combine(case, sent[rank], found[rank][number][step].y)
+                judge_dispatch(case, sent, rank, results[rank][number][step])
+                judge_combine(case, sent[rank], results[rank][number][step].y)
 
 
 def refuse(rank: int, fault: tuple[str, int, int]) -> Any:
@@ -97,7 +97,7 @@ def refuse(rank: int, fault: tuple[str, int, int]) -> Any:
     kind, token, value = fault
     case = Case(2, replace(SPEC, dtype="float32"), "fused", ("uniform",) * 3, seed=2, ragged=False)
     with World.of(domain=1, timeout_s=40) as world, between_domains(world, case.spec, "chunks", 4) as exchange:
-        found = []
+        reports = []
         for step in range(3):
             batch, said = batches(case, step)[rank], ""
             count = torch.tensor([9], dtype=torch.int32)
@@ -112,8 +112,8 @@ def refuse(rank: int, fault: tuple[str, int, int]) -> Any:
                 exchange.check()
             except DataRefused as error:
                 said = str(error)
-            found.append((said, bool(y.isnan().all())))
-        return found
+            reports.append((said, bool(y.isnan().all())))
+        return reports
 
 
 FAULTS = [
@@ -130,8 +130,8 @@ FAULTS = [
 
 @pytest.mark.parametrize(("fault", "says"), FAULTS)
 def test_refusals_name_the_token_and_the_rank(groups: Groups, fault: tuple[str, int, int], says: str) -> None:
-    for found in groups(2, refuse, fault):
-        assert found == [("", False), (says, True), ("", False)]
+    for report in groups(2, refuse, fault):
+        assert report == [("", False), (says, True), ("", False)]
 
 
 def number_wrongly(_rank: int, how: str) -> Any:
@@ -161,10 +161,10 @@ def number_wrongly(_rank: int, how: str) -> Any:
 @pytest.mark.parametrize("how", ["order", "rows of another chunk"])
 def test_a_wrong_order_of_tokens_is_found(groups: Groups, how: str) -> None:
     case = Case(2, replace(SPEC, dtype="float32"), "fused", ("uniform",), seed=2, ragged=False)
-    found = groups(2, number_wrongly, how)
+    results = groups(2, number_wrongly, how)
     with pytest.raises(AssertionError):
         for rank in range(2):
-            judge_dispatch(case, batches(case, 0), rank, found[rank])
+            judge_dispatch(case, batches(case, 0), rank, results[rank])
 
 
 class Again(torch.autograd.Function):
@@ -215,14 +215,14 @@ def test_dispatches_of_backward_passes_begin_after_all_chunks(groups: Groups) ->
 
 @pytest.mark.parametrize("beside", [True, False])
 def test_rows_cross_on_a_stream_of_their_own_only_beside_a_dispatch(beside: bool) -> None:
-    found: list[object] = []
+    events: list[object] = []
 
     class Stream:
         def __init__(self, name: str) -> None:
             self.name = name
 
         def wait_stream(self, other: Stream) -> None:
-            found.append(f"{self.name} waits for {other.name}")
+            events.append(f"{self.name} waits for {other.name}")
 
     own, side = Stream("own"), Stream("side")
     now = [own]
@@ -233,22 +233,22 @@ def test_rows_cross_on_a_stream_of_their_own_only_beside_a_dispatch(beside: bool
         yield
         now.pop()
 
-    made, words = RailRows.__new__(RailRows), torch.zeros(3, dtype=torch.int64)
-    made.rows, made.words, made._blocks, made._side = torch.zeros(4, 2), words, [words, words], side  # type: ignore[assignment]
-    made._advance = lambda _, chunk: found.append(f"word {chunk} on {now[-1].name}")  # type: ignore[assignment]
-    made._gather = lambda *_: found.append(f"chunk on {now[-1].name}")  # type: ignore[assignment]
+    rail_rows, words = RailRows.__new__(RailRows), torch.zeros(3, dtype=torch.int64)
+    rail_rows.rows, rail_rows.words, rail_rows._blocks, rail_rows._side = torch.zeros(4, 2), words, [words, words], side  # type: ignore[assignment]
+    rail_rows._advance = lambda _, chunk: events.append(f"word {chunk} on {now[-1].name}")  # type: ignore[assignment]
+    rail_rows._gather = lambda *_: events.append(f"chunk on {now[-1].name}")  # type: ignore[assignment]
     with (
         mock.patch.object(torch.cuda, "current_stream", lambda _: now[-1]),
         mock.patch.object(torch.cuda, "stream", on),
-        made.crossing("dispatch", beside=beside),
+        rail_rows.crossing("dispatch", beside=beside),
     ):
-        found.append("dispatch")
+        events.append("dispatch")
     chunks = ["chunk on {0}", "word 0 on {0}", "chunk on {0}", "word 1 on {0}"]
     if beside:
-        wanted = ["side waits for own", *(each.format("side") for each in chunks), "dispatch", "own waits for side"]
+        wanted = ["side waits for own", *(event.format("side") for event in chunks), "dispatch", "own waits for side"]
     else:
-        wanted = [*(each.format("own") for each in chunks), "dispatch"]
-    assert found == wanted
+        wanted = [*(event.format("own") for event in chunks), "dispatch"]
+    assert events == wanted
     assert words.tolist() == [1, 0, 0]
 
 
@@ -290,7 +290,7 @@ def test_the_numbers_of_tokens_inside_and_back() -> None:
         shape = DomainShape(N, 1, 0, T, 1, chunk)
         tokens = torch.arange(N * T).view(N, T)
         inside = shape.inside(tokens)
-        assert [shape.source_of(number) for number in range(N * T)] == [divmod(int(each), T) for each in inside]
+        assert [shape.source_of(number) for number in range(N * T)] == [divmod(int(token), T) for token in inside]
         assert torch.equal(shape.inside(torch.stack((tokens, tokens), -1))[:, 1], inside)
         out = torch.full_like(tokens, -1)
         shape.by_domain(inside, out)

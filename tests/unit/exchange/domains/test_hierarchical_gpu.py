@@ -76,9 +76,9 @@ def test_every_routing_matches_plan_and_oracle(
         Case(ranks, spec, BACKEND, ROUTINGS, 3 + number, *FLAGS[number % len(FLAGS)])
         for number, spec in enumerate(specs)
     ]
-    found = groups(ranks, run_cases, cases, domain)
+    results = groups(ranks, run_cases, cases, domain)
     for number, case in enumerate(cases):
-        judge(case, [theirs[number] for theirs in found])
+        judge(case, [theirs[number] for theirs in results])
 
 
 def run_padded(_rank: int, case: Case) -> Any:
@@ -97,12 +97,12 @@ def run_padded(_rank: int, case: Case) -> Any:
 @pytest.mark.parametrize("layout", ["expert", "rank"])
 def test_tokens_after_the_count_are_not_sent(groups: Groups, layout: str) -> None:
     case = Case(4, replace(SPEC, layout=layout), BACKEND, ROUTINGS, seed=4, prefix=True)
-    found = groups(4, run_padded, case)
+    results = groups(4, run_padded, case)
     for step in range(len(case.routing)):
         sent = [on_rank.padded(batch, SPEC.tokens) for batch in batches(case, step)]
         for rank in range(4):
-            judge_dispatch(case, sent, rank, found[rank][step])
-            judge_combine(case, sent[rank], found[rank][step].y)
+            judge_dispatch(case, sent, rank, results[rank][step])
+            judge_combine(case, sent[rank], results[rank][step].y)
 
 
 def repeat_and_reorder(_rank: int, case: Case) -> Any:
@@ -125,7 +125,7 @@ def refuse(rank: int, fault: tuple[str, int]) -> Any:
     alignment = 5 if kind == "rows and gaps" else 1
     spec = ExchangeSpec(4, 8, experts=8, topk=1, dtype="float32", alignment=alignment, capacity=capacity)
     with World.of(domain=2, timeout_s=30) as world, opened(world, spec) as exchange:
-        found = []
+        reports = []
         for bad in (False, True, False, True, False):
             ids = torch.arange(4)[:, None] + 2
             if bad and kind.startswith("rows"):
@@ -139,8 +139,8 @@ def refuse(rank: int, fault: tuple[str, int]) -> Any:
                 exchange.check()
             except DataRefused as error:
                 said = str(error)
-            found.append((y.numpy(), said))
-        return found
+            reports.append((y.numpy(), said))
+        return reports
 
 
 @pytest.mark.parametrize(
@@ -169,14 +169,14 @@ def count_too_many(rank: int, count: int) -> Any:
     """Let the exchange of rank 1 send `count` of its three tokens. On GPUs nothing checks that before."""
     spec = ExchangeSpec(4, 8, experts=8, topk=2, dtype="float32", alignment=4)
     with World.of(domain=2, timeout_s=30) as world, opened(world, spec) as exchange:
-        found = []
-        for asked in (2, count if rank == 1 else 2, 2):
+        reports = []
+        for num_tokens in (2, count if rank == 1 else 2, 2):
             x, ids = torch.ones(3, 8), torch.arange(6).reshape(3, 2)
-            tokens = Tokens(x, ids, torch.full((3, 2), 0.5), torch.tensor([asked], dtype=torch.int32))
+            tokens = Tokens(x, ids, torch.full((3, 2), 0.5), torch.tensor([num_tokens], dtype=torch.int32))
             got, y = exchange._backend.dispatch(tokens, exchange._own[0]), torch.zeros(3, 8)
             exchange._backend.combine(exchange._own[0], got, True, y)
-            found.append((error_of(exchange.check)[1] if y.isnan().any() else "", y.numpy()))
-        return found
+            reports.append((error_of(exchange.check)[1] if y.isnan().any() else "", y.numpy()))
+        return reports
 
 
 @pytest.mark.parametrize("count", [4, -1, 2**31 - 1])
@@ -206,7 +206,7 @@ def combine_differently(rank: int, kind: str, different: list[int]) -> Any:
         exchange.check()
         first = exchange.combine(rows[0], gots[0])
         exchange.check()
-        return said, bool(y.isnan().all()), [each.float().numpy() for each in (first, good)]
+        return said, bool(y.isnan().all()), [sums.float().numpy() for sums in (first, good)]
 
 
 @pytest.mark.one_in(3)
@@ -263,7 +263,7 @@ def differentiate(_rank: int, case: Case, domain: int, keeps_places: bool = True
             )
             for name in ("dispatch", "dispatch_known", "dispatch_again")
         ]
-        return run_gradients(world, case), tuple(each.call_count for each in counted)
+        return run_gradients(world, case), tuple(calls.call_count for calls in counted)
 
 
 @pytest.mark.one_in(2)
@@ -272,18 +272,18 @@ def differentiate(_rank: int, case: Case, domain: int, keeps_places: bool = True
 def test_gradients_equal_autograd_in_float64(groups: Groups, number: int, weighted: bool) -> None:
     ranks, domain, spec, routing = GRADIENTS[number]
     case = Case(ranks, spec, BACKEND, routing, seed=5 + number, weighted=weighted, prefix=weighted)
-    found = groups(ranks, differentiate, case, domain)
-    judge_gradients(case, [each for each, _ in found], bound=2e-6 if spec.dtype == "float32" else 2e-2)
-    assert {counts for _, counts in found} == {(len(routing), len(routing), 0)}
+    results = groups(ranks, differentiate, case, domain)
+    judge_gradients(case, [gradients for gradients, _ in results], bound=2e-6 if spec.dtype == "float32" else 2e-2)
+    assert {counts for _, counts in results} == {(len(routing), len(routing), 0)}
 
 
 @pytest.mark.parametrize("layout", ["expert", "rank"])
 def test_the_backward_of_combine_dispatches_again_where_no_places_are_kept(groups: Groups, layout: str) -> None:
     spec = replace(SPEC, dtype="float32", layout=layout, depth=0)
     case = Case(4, spec, BACKEND, ("uniform", "repeated"), seed=6, prefix=True)
-    found = groups(4, differentiate, case, 2, False)
-    judge_gradients(case, [each for each, _ in found], bound=2e-6)
-    assert {counts for _, counts in found} == {(2, 0, 2)}
+    results = groups(4, differentiate, case, 2, False)
+    judge_gradients(case, [gradients for gradients, _ in results], bound=2e-6)
+    assert {counts for _, counts in results} == {(2, 0, 2)}
 
 
 def lose_weights(_rank: int, case: Case) -> Any:
@@ -311,26 +311,26 @@ def test_a_dropped_gradient_of_a_weight_of_another_domain_is_found(groups: Group
 def restore(rank: int, case: Case) -> Any:
     """Make two dispatches again from their metadata, and combine them in the other order."""
     with World.of(domain=2, timeout_s=30) as world, opened(world, case.spec) as exchange:
-        kept, found = [], {}
+        saved, results = [], {}
         for step in range(2):
             batch = batches(case, step)[rank]
             got = exchange.dispatch(batch.x, batch.ids, batch.weights)
             metadata = exchange.pack(got)
             assert metadata.dtype == torch.int32 and metadata.shape == (exchange.numbers[-1],)
             rows = apply_experts(exchange, got, expert_major(got)).nan_to_num(nan=0.0)
-            kept.append((metadata, rows, got.weights.clone(), batch, got.expert_offsets.tolist()))
+            saved.append((metadata, rows, got.weights.clone(), batch, got.expert_offsets.tolist()))
             got.expert_offsets.zero_()  # metadata share no memory with the result
             got.expert_counts.zero_()
             got.weights.zero_()
         for step in (1, 0):
-            metadata, rows, weights, batch, offsets = kept[step]
+            metadata, rows, weights, batch, offsets = saved[step]
             again = exchange.unpack(metadata, rows, weights, Ids(batch.ids))
             assert again.expert_offsets.tolist() == offsets
             assert again.expert_counts.sum() <= offsets[-1]
             y, entries = exchange.combine_gradients(rows, weights, again)
-            found[step] = y, entries
+            results[step] = y, entries
         exchange.check()
-        return found
+        return results
 
 
 @pytest.mark.parametrize("alignment", [1, 4])
@@ -338,10 +338,10 @@ def restore(rank: int, case: Case) -> Any:
 def test_a_dispatch_made_again_from_its_metadata_is_the_same(groups: Groups, layout: str, alignment: int) -> None:
     spec = ExchangeSpec(4, 16, experts=8, topk=2, dtype="float32", layout=layout, alignment=alignment, depth=2)
     case = Case(4, spec, BACKEND, ("uniform", "masked"), seed=4, weighted=False)
-    for rank, found in enumerate(groups(4, restore, case)):
+    for rank, result in enumerate(groups(4, restore, case)):
         for step in range(2):
             batch = batches(case, step)[rank]
-            y, entries = found[step]
+            y, entries = result[step]
             judge_combine(case, batch, y.numpy())
             assert torch.equal(entries, torch.where(batch.ids >= 0, batch.weights, 0.0))
 
@@ -354,15 +354,17 @@ def refuse_in_domains(_rank: int, alignment: int) -> Any:
 
 @pytest.mark.parametrize("alignment", [1, 4])
 def test_refused_gradients_are_nan_on_all_ranks_and_the_next_step_works(groups: Groups, alignment: int) -> None:
-    for found in groups(4, refuse_in_domains, alignment):
-        judge_refused_gradients(found, "rank 3 asked for expert 8 for its token 1; ids are -1 to 7")
+    for report in groups(4, refuse_in_domains, alignment):
+        judge_refused_gradients(report, "rank 3 asked for expert 8 for its token 1; ids are -1 to 7")
 
 
 def differ_between_domains(rank: int) -> Any:
     """Combine the gradients of the second dispatch in domain 1, and of the first one in domain 0."""
     case = Case(4, replace(SPEC, depth=2), BACKEND, ("uniform", "masked"), seed=4, ragged=False)
     with World.of(domain=2, timeout_s=30) as world, opened(world, case.spec) as exchange:
-        gots = [exchange.dispatch(each.x, each.ids, each.weights) for each in (batches(case, n)[rank] for n in (0, 1))]
+        gots = [
+            exchange.dispatch(batch.x, batch.ids, batch.weights) for batch in (batches(case, n)[rank] for n in (0, 1))
+        ]
         got = gots[rank // 2]
         y, entries = exchange.combine_gradients(got.x, got.weights, got)
         said = error_of(exchange.check)
@@ -381,15 +383,15 @@ def test_gradients_of_dispatches_that_differ_between_domains_are_refused(groups:
         assert torch.equal(again, torch.where(batch.ids >= 0, batch.weights, 0.0))
 
 
-def run_layer(_rank: int, given: dict[str, Any]) -> Any:
+def run_layer(_rank: int, job: dict[str, Any]) -> Any:
     with World.of(domain=2, timeout_s=30) as world, mock.patch("raymoe.exchange.exchange.make_backend", on_tensors):
-        return run_job(world, given)[0]
+        return run_job(world, job)[0]
 
 
 def test_a_layer_between_domains_is_verified_forward_and_backward(groups: Groups) -> None:
-    given = layer_job(4, "sigmoid", shared=16, backward=True)
-    given["exchange"] = {"backend": "allgather"}
-    lines = groups(4, run_layer, given)[0]
+    job = layer_job(4, "sigmoid", shared=16, backward=True)
+    job["exchange"] = {"backend": "allgather"}
+    lines = groups(4, run_layer, job)[0]
     assert {line["backend"] for line in lines} == {"allgather"}
     assert all(line["verified"] and line["domains"] == 2 for line in lines)
     assert {"dispatch_backward", "combine_backward"} <= {line["op"] for line in lines}
@@ -402,14 +404,14 @@ def counted_bytes(_rank: int, spec: ExchangeSpec) -> Any:
         rail = world.shared(TensorRail)
         gather, swap_all, others = rail.gather, rail.swap_all, world.domains - 1
 
-        def counting_gather(op: str, out: torch.Tensor, mine: torch.Tensor) -> Callable[[], None]:
-            sent.append(mine.nbytes * others)
-            return gather(op, out, mine)
+        def counting_gather(op: str, out: torch.Tensor, own: torch.Tensor) -> Callable[[], None]:
+            sent.append(own.nbytes * others)
+            return gather(op, out, own)
 
         def counting_swap(
             op: str, received: Sequence[torch.Tensor], blocks: Sequence[torch.Tensor]
         ) -> Callable[[], None]:
-            sent.extend(each.nbytes // world.domains * others for each in blocks)
+            sent.extend(block.nbytes // world.domains * others for block in blocks)
             return swap_all(op, received, blocks)
 
         rail.gather, rail.swap_all = counting_gather, counting_swap  # type: ignore[method-assign]
@@ -423,7 +425,7 @@ def counted_bytes(_rank: int, spec: ExchangeSpec) -> Any:
 @pytest.mark.parametrize("wire", [None, {"combine": "float32"}])
 def test_the_bytes_between_domains_are_those_that_rails_send(groups: Groups, wire: dict[str, str] | None) -> None:
     spec = replace(SPEC, wire=wire)
-    dispatch, combine = (sum(each) for each in zip(*groups(4, counted_bytes, spec), strict=True))
+    dispatch, combine = (sum(counts) for counts in zip(*groups(4, counted_bytes, spec), strict=True))
     counted = bytes_between_domains(spec, ranks=4, domains=2, device="cuda")
     assert counted == {"dispatch": dispatch, "combine": combine, "exchange": dispatch + combine}
 
@@ -446,10 +448,10 @@ def mixed(_rank: int, case: Case, kind: str) -> Any:
 )
 def test_all_ranks_report_combines_that_differ(groups: Groups, kind: str, said: str) -> None:
     case = Case(4, SPEC, BACKEND, ("uniform", "masked"), seed=4)
-    for rank, found in enumerate(groups(4, mixed, case, kind)):
-        assert found["told"].startswith(said)
-        assert found["nan"]
-        judge_combine(case, batches(case, 1)[rank], found["y"])
+    for rank, report in enumerate(groups(4, mixed, case, kind)):
+        assert report["told"].startswith(said)
+        assert report["nan"]
+        judge_combine(case, batches(case, 1)[rank], report["y"])
 
 
 def mixed_backward(_rank: int, case: Case, kind: str) -> Any:
@@ -461,13 +463,13 @@ def mixed_backward(_rank: int, case: Case, kind: str) -> Any:
 def test_all_ranks_report_backward_passes_that_differ(groups: Groups, kind: str) -> None:
     """The last rank differs from its rail, and from its domain. One rank shares neither with it."""
     case = Case(4, SPEC, BACKEND, ("uniform", "masked"), seed=4)
-    for found in groups(4, mixed_backward, case, kind):
-        assert len(found["told"]) == (2 if kind == "order" else 1)
+    for report in groups(4, mixed_backward, case, kind):
+        assert len(report["told"]) == (2 if kind == "order" else 1)
         assert all(
-            text.startswith("ranks of this world run the backward passes of different") for text in found["told"]
+            text.startswith("ranks of this world run the backward passes of different") for text in report["told"]
         )
-        assert all(found["nan"])
-        assert found["right"]
+        assert all(report["nan"])
+        assert report["right"]
 
 
 # A wait that runs out

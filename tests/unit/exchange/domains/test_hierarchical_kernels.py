@@ -48,16 +48,16 @@ def test_rows_quantised_by_torch_are_those_of_the_kernels(kind: str, dtype: str)
     spec = ExchangeSpec(*x.shape, experts=1, topk=1, dtype=dtype, wire=FP8, output="raw", alignment=1)
     with Emulator(1) as emulator:
         (space,) = workspaces(emulator, spec, stamped=False)
-        made = backend(kind, space, spec)
+        emulated = backend(kind, space, spec)
         tokens = Tokens(x, torch.zeros(len(x), 1, dtype=torch.int64), torch.ones(len(x), 1), None)
-        got = made.dispatch(tokens, made.new(tuple(x.shape), torch.float8_e4m3fn, "out"))
+        got = emulated.dispatch(tokens, emulated.new(tuple(x.shape), torch.float8_e4m3fn, "out"))
         emulator.run(seed=1)
         values, scales = quantise(x)
         assert got.scales is not None
         assert torch.equal(got.scales.view(torch.int32), scales.view(torch.int32))
         assert torch.equal(got.x.float().nan_to_num(nan=999.0), values.float().nan_to_num(nan=999.0))
-        kept = ~values.float().isnan()
-        assert torch.equal(got.x.view(torch.uint8)[kept], values.view(torch.uint8)[kept])
+        numbers = ~values.float().isnan()
+        assert torch.equal(got.x.view(torch.uint8)[numbers], values.view(torch.uint8)[numbers])
 
 
 def given_rows(case: Case, batch: Batch) -> tuple[torch.Tensor, torch.Tensor]:
@@ -76,7 +76,7 @@ def dequantised(values: torch.Tensor, scales: torch.Tensor, dtype: torch.dtype) 
 
 def cross(rank: int, case: Case, kind: str, pairs: bool, chunk: int = 0) -> Any:
     """Return of each step the rows that came, expert by expert, their scales, weights, counts and offsets, and y."""
-    spec, found = case.spec, []
+    spec, results = case.spec, []
     with World.of(domain=1, timeout_s=40) as world, between_domains(world, spec, kind, chunk) as exchange:
         for step in range(len(case.routing)):
             batch = scaled(case, batches(case, step)[rank])
@@ -93,12 +93,12 @@ def cross(rank: int, case: Case, kind: str, pairs: bool, chunk: int = 0) -> Any:
                 assert got.scales.stride() == (1, -(-spec.rows(2) // 4) * 4)
             whole = rows if theirs is None else dequantised(rows, theirs, batch.x.dtype)
             y = torch.zeros_like(batch.x)
-            made = apply_experts(SimpleNamespace(world=world), got, whole)  # type: ignore[arg-type]
-            exchange.combine(made, got, True, y)
+            products = apply_experts(SimpleNamespace(world=world), got, whole)  # type: ignore[arg-type]
+            exchange.combine(products, got, True, y)
             exchange.check()
             numbers = got.weights.clone(), got.expert_counts.tolist(), got.expert_offsets.tolist()
-            found.append((rows.view(torch.uint8).clone(), None if theirs is None else theirs.clone(), *numbers, y))
-    return found
+            results.append((rows.view(torch.uint8).clone(), None if theirs is None else theirs.clone(), *numbers, y))
+    return results
 
 
 def replace_x(got: Dispatched, x: torch.Tensor) -> Dispatched:
@@ -123,14 +123,14 @@ CASES = [
 def test_rows_cross_between_domains_as_they_do_in_one(groups: Groups, number: int, chunk: int) -> None:
     kind, pairs, spec = CASES[number]
     case = Case(2, spec, kind, ("uniform", "masked", "repeated", "none"), seed=number, prefix=True)
-    found = groups(2, cross, case, "chunks" if chunk else kind, pairs, chunk)
+    results = groups(2, cross, case, "chunks" if chunk else kind, pairs, chunk)
     dtype: torch.dtype = getattr(torch, spec.dtype)
     for step in range(len(case.routing)):
         sent = batches(case, step)
-        given = [given_rows(case, batch) for batch in sent]
+        inputs = [given_rows(case, batch) for batch in sent]
         ids = [batch.ids[: batch.num_tokens] for batch in sent]
         for rank in range(2):
-            rows, scales, weights, counts, offsets, y = found[rank][step]
+            rows, scales, weights, counts, offsets, y = results[rank][step]
             theirs = plan.plan(ids, rank, spec.local_experts(2), spec.alignment)
             assert (counts, offsets) == (theirs.counts, theirs.offsets)
             for place, entry in enumerate(theirs.entries):
@@ -139,20 +139,20 @@ def test_rows_cross_between_domains_as_they_do_in_one(groups: Groups, number: in
                     assert spec.padding != "zero" or (rows[place] == 0).all()
                     continue
                 source, token, k = entry
-                values, theirs_scales = (each[token : token + 1] for each in given[source])
+                values, theirs_scales = (tensor[token : token + 1] for tensor in inputs[source])
                 if spec.output == "raw":
                     assert torch.equal(scales[place], theirs_scales[0])
                     assert torch.equal(rows[place], values[0].view(torch.uint8))
                 else:
                     assert torch.equal(rows[place], dequantised(values, theirs_scales, dtype)[0].view(torch.uint8))
                 assert weights[place] == sent[source].weights[token, k]
-            seen = replace(sent[rank], x=dequantised(*given[rank], dtype))
+            seen = replace(sent[rank], x=dequantised(*inputs[rank], dtype))
             judge_combine(case, seen, y.float().numpy())
 
 
 def return_gradients(rank: int, case: Case, kind: str, chunk: int) -> Any:
     """Bring rows and weights home from metadata, and send other rows to the places of the dispatch."""
-    spec, found = case.spec, []
+    spec, results = case.spec, []
     with World.of(domain=1, timeout_s=40) as world, between_domains(world, spec, kind, chunk) as exchange:
         for step in range(len(case.routing)):
             batch = batches(case, step)[rank]
@@ -161,9 +161,9 @@ def return_gradients(rank: int, case: Case, kind: str, chunk: int) -> Any:
             metadata, weights = exchange.pack(got), got.weights.clone()
             assert metadata.shape == (exchange.metadata_words,)
             again = exchange.unpack(metadata, out, weights, Ids(batch.ids))
-            made = apply_experts(SimpleNamespace(world=world), got, out).nan_to_num(nan=0.0)  # type: ignore[arg-type]
+            products = apply_experts(SimpleNamespace(world=world), got, out).nan_to_num(nan=0.0)  # type: ignore[arg-type]
             y, entries = torch.zeros_like(batch.x), torch.zeros_like(batch.weights)
-            exchange.combine_gradients(made, weights, again, y, entries)
+            exchange.combine_gradients(products, weights, again, y, entries)
             same = None
             if exchange.keeps_places:
                 rows = torch.zeros_like(out)
@@ -171,19 +171,19 @@ def return_gradients(rank: int, case: Case, kind: str, chunk: int) -> Any:
                 last = got.expert_offsets[-1]
                 same = torch.equal(rows[:last], -2 * out[:last])
             exchange.check()
-            found.append((y, entries, same))
-    return found
+            results.append((y, entries, same))
+    return results
 
 
 @pytest.mark.parametrize(
     ("kind", "alignment", "chunk"),
     [("fused", 1, 0), ("fused", 4, 0), ("ll", 4, 0), ("staged", 1, 0), ("chunks", 1, 3), ("chunks", 4, 1)],
 )
-def test_gradients_come_home_through_the_kernels(groups: Groups, kind: str, alignment: int, chunk: int) -> None:
+def test_gradients_are_returned_through_the_kernels(groups: Groups, kind: str, alignment: int, chunk: int) -> None:
     spec = ExchangeSpec(4, 64, experts=4, topk=2, dtype="float32", alignment=alignment, padding="zero")
     case = Case(2, spec, kind, ("uniform", "masked", "repeated"), seed=3, weighted=False)
-    for rank, found in enumerate(groups(2, return_gradients, case, kind, chunk)):
-        for step, (y, entries, same) in enumerate(found):
+    for rank, result in enumerate(groups(2, return_gradients, case, kind, chunk)):
+        for step, (y, entries, same) in enumerate(result):
             batch = batches(case, step)[rank]
             judge_combine(case, batch, y.numpy())
             assert torch.equal(entries, torch.where(batch.ids >= 0, batch.weights, 0.0))
@@ -195,10 +195,10 @@ def count_bytes(rank: int, spec: ExchangeSpec) -> int:
     sent: list[int] = []
     real = GlooRail.gather
 
-    def gather(self: GlooRail, op: str, out: torch.Tensor, mine: torch.Tensor) -> Callable[[], None]:
+    def gather(self: GlooRail, op: str, out: torch.Tensor, own: torch.Tensor) -> Callable[[], None]:
         if op == "dispatch":
-            sent.append(mine.nbytes)
-        return real(self, op, out, mine)
+            sent.append(own.nbytes)
+        return real(self, op, out, own)
 
     with (
         mock.patch.object(GlooRail, "gather", gather),
@@ -223,7 +223,7 @@ def mix_backward(rank: int, case: Case, kind: str, how: str, chunk: int) -> list
 
     Return what `check` says of each, and whether all rows are NaN, or else right.
     """
-    spec, found = case.spec, []
+    spec, reports = case.spec, []
     with World.of(domain=1, timeout_s=40) as world, between_domains(world, spec, kind, chunk) as exchange:
         sent = [batches(case, step)[rank] for step in range(2)]
 
@@ -236,7 +236,7 @@ def mix_backward(rank: int, case: Case, kind: str, how: str, chunk: int) -> list
         steps = {"order": ((0, 1), (1, 0)), "left out": ((0, None),), "site": ((0, 0),)}[how]
         for usual, odd in (*steps, (1, 1), (0, 0), (1, 1)):
             step = odd if rank else usual
-            gots[0].site = 3 + rank if how == "site" and not found else 3
+            gots[0].site = 3 + rank if how == "site" and not reports else 3
             half = replace(sent[usual if step is None else step], x=0.5 * sent[usual if step is None else step].x)
             if step is None:
                 rows = dispatched(half).x
@@ -257,8 +257,8 @@ def mix_backward(rank: int, case: Case, kind: str, how: str, chunk: int) -> list
             else:
                 end = int(gots[step].expert_offsets[-1])  # rows after it are unspecified
                 right = torch.equal(rows[:end], 0.5 * gots[step].x[:end])
-            found.append((said, right))
-    return found
+            reports.append((said, right))
+    return reports
 
 
 @pytest.mark.one_in(3)
@@ -269,9 +269,9 @@ def test_ranks_of_all_domains_refuse_backward_passes_that_differ(
 ) -> None:
     spec = ExchangeSpec(5, 16, experts=4, topk=2, alignment=4, padding="zero")
     case = Case(2, spec, kind, ("uniform", "masked"), seed=2, ragged=False)
-    for rank, found in enumerate(groups(2, mix_backward, case, kind, how, chunk)):
+    for rank, report in enumerate(groups(2, mix_backward, case, kind, how, chunk)):
         refused = {"order": 2, "left out": 1 - rank, "site": 1}[how]
-        said = [text for text, _ in found if text]
+        said = [text for text, _ in report if text]
         assert len(said) == refused and all(text.startswith("ranks of this world run the back") for text in said)
-        assert [bool(text) for text, _ in found] == [True] * refused + [False] * (len(found) - refused)
-        assert all(right for _, right in found)
+        assert [bool(text) for text, _ in report] == [True] * refused + [False] * (len(report) - refused)
+        assert all(right for _, right in report)

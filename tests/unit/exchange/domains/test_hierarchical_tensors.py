@@ -90,14 +90,14 @@ class FakeInside:
 class FakeRail:
     capturable = True
 
-    def gather(self, op: str, out: torch.Tensor, mine: torch.Tensor) -> Callable[[], None]:
-        assert op and out.is_contiguous() and mine.is_contiguous()
-        assert out.numel() == 2 * mine.numel()
+    def gather(self, op: str, out: torch.Tensor, own: torch.Tensor) -> Callable[[], None]:
+        assert op and out.is_contiguous() and own.is_contiguous()
+        assert out.numel() == 2 * own.numel()
         return lambda: None
 
     def swap_all(self, op: str, received: Sequence[torch.Tensor], sent: Sequence[torch.Tensor]) -> Callable[[], None]:
-        assert op and all(each.is_contiguous() for each in (*received, *sent))
-        assert [each.shape for each in received] == [each.shape for each in sent]
+        assert op and all(block.is_contiguous() for block in (*received, *sent))
+        assert [block.shape for block in received] == [block.shape for block in sent]
         return lambda: None
 
     def settle(self, op: str) -> None:
@@ -115,12 +115,12 @@ class FakeLauncher:
         return 9
 
     def ready(self, _source: object, _shape: object, params: Params, **memory: torch.Tensor) -> Callable[..., None]:
-        assert all(name in params.offsets() and each.device == GPU for name, each in memory.items())
+        assert all(name in params.offsets() and tensor.device == GPU for name, tensor in memory.items())
 
         def launch(stream: int, **changed: torch.Tensor | int | None) -> None:
             assert stream > 0
             assert all(name in params.offsets() for name in changed)
-            assert all(each.device == GPU for each in changed.values() if isinstance(each, torch.Tensor))
+            assert all(tensor.device == GPU for tensor in changed.values() if isinstance(tensor, torch.Tensor))
 
         return launch
 
@@ -147,8 +147,8 @@ def test_the_host_reads_nothing_in_a_step(layout: str, alignment: int, wire: dic
         out = torch.zeros(spec.rows(4), 8, dtype=torch.bfloat16, device=GPU)
         got = backend.dispatch(Tokens(x, ids, weights, count), out if layout == "expert" else None)
         backend.combine(out, got, True, y)
-        made = [got.x, got.weights, got.expert_offsets, got.expert_counts, got.index, y]
-        assert all(each is None or each.device == GPU for each in made)
+        results = [got.x, got.weights, got.expert_offsets, got.expert_counts, got.index, y]
+        assert all(result is None or result.device == GPU for result in results)
         assert (len(got.weights), len(got.expert_counts), got.tokens) == (spec.rows(4), 3, 3)
         assert (got.index is None) == (layout == "expert")
         assert got.x is out or layout == "rank"
@@ -168,11 +168,11 @@ def plan_inside(ids: list[torch.Tensor], shape: DomainShape, place: int, alignme
     N, L, T = shape.domains, shape.per_domain, shape.tokens
     rails = [torch.stack([ids[domain * L + other] for domain in range(N)]) for other in range(L)]
     inside = [ids_inside(rail, shape) for rail in rails]
-    made = plan.plan(inside, place, N * shape.local, alignment, group=N)
-    found: list[tuple[int, int, int] | None] = []
-    for entry in made.entries:
-        found.append(None if entry is None else (entry[1] // T * L + entry[0], entry[1] % T, entry[2]))
-    return plan.Plan(found, made.counts, made.offsets)
+    inside_plan = plan.plan(inside, place, N * shape.local, alignment, group=N)
+    entries: list[tuple[int, int, int] | None] = []
+    for entry in inside_plan.entries:
+        entries.append(None if entry is None else (entry[1] // T * L + entry[0], entry[1] % T, entry[2]))
+    return plan.Plan(entries, inside_plan.counts, inside_plan.offsets)
 
 
 @pytest.mark.parametrize("alignment", [1, 2, 5, 16])
@@ -188,9 +188,9 @@ def test_rows_inside_are_at_the_places_of_the_contract(domains: int, per_domain:
     for rank in range(ranks):
         domain, place = divmod(rank, per_domain)
         want = plan.plan(ids, rank, local, alignment)
-        made = plan_inside(ids, DomainShape(domains, per_domain, domain, tokens, local), place, alignment)
-        assert made.entries == want.entries
-        offsets, counts = of_experts(torch.tensor(made.offsets), torch.tensor(made.counts), domains)
+        inside_plan = plan_inside(ids, DomainShape(domains, per_domain, domain, tokens, local), place, alignment)
+        assert inside_plan.entries == want.entries
+        offsets, counts = of_experts(torch.tensor(inside_plan.offsets), torch.tensor(inside_plan.counts), domains)
         assert (offsets.tolist(), counts.tolist()) == (want.offsets, want.counts)
 
 

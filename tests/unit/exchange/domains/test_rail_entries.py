@@ -24,8 +24,8 @@ COUNTS = [None, 0, 4, 5, 6, -1, 2**31 - 1]
 class GatheredRail:
     """A rail on which the blocks of the other domains have already come."""
 
-    def gather(self, op: str, out: torch.Tensor, mine: torch.Tensor) -> Any:  # noqa: ARG002
-        assert mine.untyped_storage().data_ptr() == out.untyped_storage().data_ptr()
+    def gather(self, op: str, out: torch.Tensor, own: torch.Tensor) -> Any:  # noqa: ARG002
+        assert own.untyped_storage().data_ptr() == out.untyped_storage().data_ptr()
         return lambda: None
 
 
@@ -46,19 +46,19 @@ def draw_ids(seed: int, tokens: int, dtype: torch.dtype) -> torch.Tensor:
 
 def check_dispatch(shape: DomainShape, count: int | None, dtype: torch.dtype, *changes: Change) -> None:
     """Raise if the ids and weights that leave, or those inside, differ from what torch operations make."""
-    entries, given, seed = entries_of(shape, *changes), 5, 3
+    entries, x_rows, seed = entries_of(shape, *changes), 5, 3
     ids_of_domains = entries._published[:, : 2 * T * K].view(torch.int64).view(N, T, K)
     weights = entries._published[:, 2 * T * K : 3 * T * K].view(torch.float32).view(N, T, K)
     for domain in range(N):
         ids_of_domains[domain], weights[domain] = draw_ids(domain, T, torch.int64), torch.rand(T, K)
-    ids, its_weights = draw_ids(seed, given, dtype), torch.rand(given, K)
+    ids, its_weights = draw_ids(seed, x_rows, dtype), torch.rand(x_rows, K)
     num_tokens = None if count is None else torch.tensor([count], dtype=torch.int32)
     want = ids_of_domains.clone()
     published_ids(ids, num_tokens, want[shape.index])
     for number in (1, 2):
         entries.cross("dispatch", 0, Tokens(ids, ids, its_weights, num_tokens), None)
         assert torch.equal(entries.ids, want)
-        assert torch.equal(weights[shape.index, :given], its_weights)
+        assert torch.equal(weights[shape.index, :x_rows], its_weights)
         arriving = entries.arriving(0)
         assert arriving.number.view(torch.int64).item() == number
         assert torch.equal(arriving.ids, ids_inside(want, shape))
@@ -76,12 +76,12 @@ def test_ids_and_weights_leave_and_enter_the_domain(shape: DomainShape, count: i
 def test_offsets_and_counts_are_those_of_the_experts(shape: DomainShape) -> None:
     counts = torch.randint(0, 9, (LOCAL * N,), dtype=torch.int32, generator=torch.Generator().manual_seed(1))
     offsets = torch.cat((torch.zeros(1, dtype=torch.int32), counts.cumsum(0, dtype=torch.int32)))
-    for found, want in zip(entries_of(shape).joined(0, offsets, counts), of_experts(offsets, counts, N), strict=True):
-        assert torch.equal(found, want)
+    for joined, want in zip(entries_of(shape).joined(0, offsets, counts), of_experts(offsets, counts, N), strict=True):
+        assert torch.equal(joined, want)
 
 
 INJECTED_BUGS = [
-    Change("publish_tokens.cu", "low <= p.given", "low <= p.tokens"),
+    Change("publish_tokens.cu", "low <= p.x_rows", "low <= p.tokens"),
     Change("publish_tokens.cu", "id < LOWEST_ID ? LOWEST_ID : id", "id"),
     Change("publish_tokens.cu", "!good && entry == 0", "!good && entry == 1"),
     Change("enter_domain.cu", "id < -1 || id >= p.experts ? id : -1", "-1"),

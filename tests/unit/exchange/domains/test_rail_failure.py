@@ -18,7 +18,7 @@ from raymoe.exchange.cpu.cpu_backend import CpuBackend
 from raymoe.exchange.domains import hierarchical_gpu
 from raymoe.exchange.domains.hierarchical import HierarchicalRows
 from raymoe.exchange.domains.hierarchical_gpu import HierarchicalGpu
-from raymoe.exchange.domains.rail_operation import begun
+from raymoe.exchange.domains.rail_operation import publish_failures
 from raymoe.exchange.exchange import Exchange
 from raymoe.memory.world import World
 from tests.unit.exchange.domains.test_hierarchical_gpu import BACKEND, SPEC, opened
@@ -42,7 +42,7 @@ def failing(place: object, name: str, error: Exception) -> Iterator[None]:
 def step_with_a_mistake(rank: int, where: str) -> Any:
     """Let a part of rank 0's second step raise `ConfigError`. Return each step's error, its time, and good results."""
     case = Case(2, SPEC, BACKEND, ("uniform",) * 4, ragged=False)
-    found: list[Any] = []
+    reports: list[Any] = []
     with World.of(domain=1, timeout_s=20) as world, opened(world, SPEC) as exchange:
         backend = exchange._backend
         assert isinstance(backend, HierarchicalGpu)
@@ -58,11 +58,11 @@ def step_with_a_mistake(rank: int, where: str) -> Any:
                         try:
                             run_step(exchange, case, batches(case, step)[rank])
                         except ConfigError as error:
-                            found.append(str(error))
-                found.append(run_step(exchange, case, batches(case, step)[rank]).y)
+                            reports.append(str(error))
+                reports.append(run_step(exchange, case, batches(case, step)[rank]).y)
             except RaymoeError as error:
-                found.append((type(error), str(error), time.monotonic() - start))
-    return found
+                reports.append((type(error), str(error), time.monotonic() - start))
+    return reports
 
 
 @pytest.mark.parametrize("where", ["dispatch", "combine"])
@@ -145,7 +145,7 @@ def test_ranks_of_all_domains_learn_why_a_rank_failed(groups: Groups, backend: s
 def test_only_errors_of_the_ranks_own_are_told(error: Exception, raised: type[Exception], told: bool) -> None:
     reasons: list[str] = []
     rail: Any = SimpleNamespace(fail=reasons.append)
-    with pytest.raises(Exception) as caught, begun(rail, "combine", 3):
+    with pytest.raises(Exception) as caught, publish_failures(rail, "combine", 3):
         raise error
     reason = f"rank 3 {TOO_LATE[7:]}".format(op="combine", kind=type(error).__name__, error=error)
     assert (type(caught.value), reasons) == (raised, [reason] if told else [])
@@ -158,6 +158,6 @@ def test_a_mistake_in_a_capture_is_harmless() -> None:
     with (
         mock.patch.object(hierarchical_gpu, "capturing", lambda _: True),
         pytest.raises(ConfigError, match="a mistake"),
-        backend._begun("dispatch"),
+        backend._publish_failures("dispatch"),
     ):
         raise ConfigError("a mistake")

@@ -39,7 +39,7 @@ class Rank:
 
     kernels: RoundKernels
     got: Dispatched
-    kept: torch.Tensor
+    saved: torch.Tensor
     heard: EmulatedWords
 
 
@@ -57,44 +57,44 @@ class Ranks:
     def dispatch(self, sent: Sequence[Tokens]) -> list[Rank]:
         ranks = []
         for kernels, tokens in zip(self.kernels, sent, strict=True):
-            got, kept = self.new(kernels, tokens)
-            kernels.write_metadata(0, tokens, kept)
-            ranks.append(Rank(kernels, got, kept, self.launcher.words(1 + 2 * len(self.kernels))))
-        metadata = [rank.kernels.metadata(rank.kept)[1].clone() for rank in ranks]
+            got, saved = self.new(kernels, tokens)
+            kernels.write_metadata(0, tokens, saved)
+            ranks.append(Rank(kernels, got, saved, self.launcher.words(1 + 2 * len(self.kernels))))
+        metadata = [rank.kernels.metadata(rank.saved)[1].clone() for rank in ranks]
         for rank in ranks:
-            rank.kernels.metadata(rank.kept)[0].copy_(torch.cat(metadata))
-            rank.kernels.number(0, rank.got, rank.kept, rank.heard)
+            rank.kernels.metadata(rank.saved)[0].copy_(torch.cat(metadata))
+            rank.kernels.number(0, rank.got, rank.saved, rank.heard)
         self.move(ranks, sent)
         for rank, tokens in zip(ranks, sent, strict=True):
             if rank.got.index is None:
-                rank.kernels.place(0, rank.got, rank.kept, tokens.x if self.compact else None)
+                rank.kernels.place(0, rank.got, rank.saved, tokens.x if self.compact else None)
         return ranks
 
     def new(self, kernels: RoundKernels, tokens: Tokens) -> tuple[Dispatched, torch.Tensor]:
         shape, dtype = (self.spec.rows(self.case.ranks), self.spec.hidden), tokens.x.dtype
         out = torch.full(shape, torch.nan, dtype=dtype) if self.spec.layout == "expert" else None
-        got, kept = kernels.new(tokens, out, kernels), kernels.new_memory()
-        for tensor in (got.weights, got.expert_offsets, got.expert_counts, got.index, kept):
+        got, saved = kernels.new(tokens, out, kernels), kernels.new_memory()
+        for tensor in (got.weights, got.expert_offsets, got.expert_counts, got.index, saved):
             if tensor is not None:
                 tensor.view(torch.uint8).fill_(0xEE)
         blocks = kernels.blocks
         for block in (
-            *(blocks.leaving, blocks.returned, blocks.packed, blocks.leaving_numbers, blocks.returned_numbers),
+            *(blocks.outgoing, blocks.returned, blocks.packed, blocks.outgoing_numbers, blocks.returned_numbers),
         ):
             block.fill_(0xEE)
         kernels.blocks.table[:-1].fill_(0xEE)
-        return got, kept
+        return got, saved
 
     def move(self, ranks: list[Rank], sent: Sequence[Tokens]) -> None:
         """Copy every rank's rows into the tables of all ranks."""
         size, tokens = len(ranks), self.spec.tokens
         tables = [rank.kernels.blocks.table[:-1].view(size, tokens, -1) for rank in ranks]
-        for source, (rank, mine) in enumerate(zip(ranks, sent, strict=True)):
+        for source, (rank, own_tokens) in enumerate(zip(ranks, sent, strict=True)):
             if not self.compact:
                 for table in tables:
-                    table[source, : len(mine.x)].view(mine.x.dtype).copy_(mine.x)
+                    table[source, : len(own_tokens.x)].view(own_tokens.x.dtype).copy_(own_tokens.x)
                 continue
-            rank.kernels.pack(0, mine, rank.kept, own=rank.got.index is not None)
+            rank.kernels.pack(0, own_tokens, rank.saved, own=rank.got.index is not None)
             for peer, count in enumerate(rank.heard.read(1, size)):
                 if peer != source:
                     tables[peer][source, :count] = rank.kernels.blocks.packed[peer, :count]
@@ -110,19 +110,19 @@ class Ranks:
         numbers: Sequence[torch.Tensor | None],
     ) -> list[tuple[torch.Tensor, torch.Tensor]]:
         """Combine on all ranks; return y and the numbers of the entries of each."""
-        for rank, made, times, theirs in zip(ranks, rows, weighted, numbers, strict=True):
-            rank.kernels.sum_entries(0, made, rank.kept, times, theirs)
-        found = []
+        for rank, products, times, theirs in zip(ranks, rows, weighted, numbers, strict=True):
+            rank.kernels.sum_entries(0, products, rank.saved, times, theirs)
+        results = []
         for here, rank in enumerate(ranks):
             for peer, other in enumerate(ranks):
                 if peer != here:
-                    rank.kernels.blocks.returned[peer] = other.kernels.blocks.leaving[here]
-                    rank.kernels.blocks.returned_numbers[peer] = other.kernels.blocks.leaving_numbers[here]
+                    rank.kernels.blocks.returned[peer] = other.kernels.blocks.outgoing[here]
+                    rank.kernels.blocks.returned_numbers[peer] = other.kernels.blocks.outgoing_numbers[here]
             y = torch.full((rank.got.tokens, self.spec.hidden), 7, dtype=rows[here].dtype)
             entries = torch.full((rank.got.tokens, self.spec.topk), 7.0)
-            rank.kernels.sum_ranks(0, rank.kept, y, None if numbers[here] is None else entries)
-            found.append((y, entries))
-        return found
+            rank.kernels.sum_ranks(0, rank.saved, y, None if numbers[here] is None else entries)
+            results.append((y, entries))
+        return results
 
 
 def tokens_of(batch: Batch) -> Tokens:
@@ -141,14 +141,16 @@ def judge_step(case: Case, compact: bool, launcher: EmulatedLauncher) -> None:
         judge_places(case, sent, theirs, got[rank].got)
         judge_traffic(case, ids, rank, got[rank], compact)
         rng = np.random.default_rng((case.seed, rank))
-        made = torch.from_numpy(rng.uniform(-2, 2, (spec.rows(case.ranks), spec.hidden))).to(sent[0].x.dtype)
-        made[[at for at in range(len(made)) if at >= len(theirs.entries) or theirs.entries[at] is None]] = torch.nan
-        rows.append(made)
+        products = torch.from_numpy(rng.uniform(-2, 2, (spec.rows(case.ranks), spec.hidden))).to(sent[0].x.dtype)
+        products[[at for at in range(len(products)) if at >= len(theirs.entries) or theirs.entries[at] is None]] = (
+            torch.nan
+        )
+        rows.append(products)
     weights = [batch.weights if case.weighted else None for batch in sent]
     wire: torch.dtype = getattr(torch, spec.combine_wire)
     numbers = [rank.got.weights if case.seed % 2 else None for rank in got]
     for source, (y, entries) in enumerate(ranks.combine_with(got, rows, [case.weighted] * case.ranks, numbers)):
-        want = plan.combine([each.nan_to_num() for each in rows], plans, weights, source, len(y), wire)
+        want = plan.combine([values.nan_to_num() for values in rows], plans, weights, source, len(y), wire)
         assert torch.equal(y, want)
         judge_numbers(sent[source], entries, carried=numbers[source] is not None)
     assert all(rank.kernels.take_refused(read_now) == [] for rank in got)
@@ -180,13 +182,13 @@ def judge_numbers(batch: Batch, entries: torch.Tensor, *, carried: bool) -> None
     assert torch.equal(entries, want)
 
 
-def judge_traffic(case: Case, ids: list[torch.Tensor], rank: int, found: Rank, compact: bool) -> None:
+def judge_traffic(case: Case, ids: list[torch.Tensor], rank: int, result: Rank, compact: bool) -> None:
     """Check the numbers that the host reads."""
     local = case.spec.local_experts(case.ranks)
     giving = [len(plan.rank_rows(ids[rank], peer, local)) for peer in range(case.ranks)]
     taking = [len(plan.rank_rows(theirs, rank, local)) for theirs in ids]
     wanted = [*giving, *taking] if compact else [case.spec.tokens] * 2 * case.ranks
-    assert found.heard.read(0, 1 + 2 * case.ranks) == [1, *wanted]
+    assert result.heard.read(0, 1 + 2 * case.ranks) == [1, *wanted]
 
 
 def drawn(seed: int, changes: tuple[Change, ...] = ()) -> None:

@@ -13,11 +13,11 @@ from raymoe.exchange.backend import Backend
 from raymoe.exchange.choice import Choice
 from raymoe.exchange.domains.hierarchical_gpu import HierarchicalGpu, RailParts
 from raymoe.exchange.nccl.nccl_backends import NcclAllgather, NcclCollective
-from raymoe.exchange.nccl.nccl_kernels import Lagging
 from raymoe.exchange.spec import ExchangeSpec
 from raymoe.memory.world import World
 from raymoe.net.gloo import Gloo
 from raymoe.net.gloo_rail import GlooRail
+from raymoe.net.nccl_rounds import Lagging
 from tests.unit.exchange.nccl.emulated_launcher import EmulatedLauncher
 
 
@@ -25,8 +25,8 @@ class GlooRounds:
     def __init__(self, world: World) -> None:
         self._world, self._gloo = world, Gloo(world)
 
-    def all_gather(self, out: torch.Tensor, mine: torch.Tensor) -> None:
-        self._gloo.all_gather("dispatch", out.view(-1), mine.reshape(-1).clone())()
+    def all_gather(self, out: torch.Tensor, own: torch.Tensor) -> None:
+        self._gloo.all_gather("dispatch", out.view(-1), own.reshape(-1).clone())()
 
     def exchange(self, receives: Mapping[int, torch.Tensor], sends: Mapping[int, torch.Tensor]) -> None:
         ranks, nothing = range(self._world.size), torch.empty(0, dtype=torch.uint8)
@@ -43,8 +43,8 @@ class GlooRounds:
         start = time.monotonic()
         if not self._world.waiter.until(op, lagging()[0] if lagging else 0, is_done, self._world.timeout_s):
             assert lagging is not None
-            peer, seen, mine = lagging()
-            raise PeerTimeout(op, mine, peer, mine, seen, time.monotonic() - start, self._world.rank)
+            peer, seen, expected = lagging()
+            raise PeerTimeout(op, expected, peer, expected, seen, time.monotonic() - start, self._world.rank)
 
     def wait_for_all(self, op: str) -> None:
         """Do nothing: Gloo has already waited."""
@@ -66,13 +66,13 @@ class TensorRail(GlooRail):
 
     def swap_all(self, op: str, received: Sequence[torch.Tensor], sent: Sequence[torch.Tensor]) -> Callable[[], None]:
         """Swap one after another. This rank's own blocks get bytes that mean nothing."""
-        for into, given in zip(received, sent, strict=True):
-            kept = into[self._me].clone()
-            self.swap(op, into, given)()
+        for into, blocks in zip(received, sent, strict=True):
+            own_block = into[self._me].clone()
+            self.swap(op, into, blocks)()
             if op == "combine" and into.dtype != torch.int64:
                 into[self._me].view(torch.uint8).fill_(255)
             else:
-                into[self._me] = kept
+                into[self._me] = own_block
         return lambda: None
 
 

@@ -15,12 +15,13 @@ import torch
 from raymoe.errors import PeerTimeout
 from raymoe.exchange.backend import Ids
 from raymoe.exchange.nccl import nccl_kernels
-from raymoe.exchange.nccl.nccl_backends import HostNumbers, NcclCollective, NcclRounds, NumbersByMetadata
+from raymoe.exchange.nccl.nccl_backends import HostNumbers, NcclCollective, NumbersByMetadata
 from raymoe.exchange.nccl.nccl_kernels import RoundKernels, SharedLauncher
 from raymoe.exchange.spec import ExchangeSpec
 from raymoe.memory.wait import Waiter
 from raymoe.memory.world import World
 from raymoe.moe.differentiable import combine, dispatch
+from raymoe.net.nccl_rounds import NcclRounds
 from tests.unit.exchange.exchange_cases import Case, batches, open_exchange
 from tests.unit.exchange.nccl.emulated_rounds import Named
 from tests.unit.exchange.nccl.gloo_rounds import GlooRounds
@@ -58,9 +59,9 @@ def count_reads(world: World, case: Case) -> int:
         x = batch.x.requires_grad_()
         got = dispatch(exchange, x, batch.ids, batch.weights)
         combine(exchange, torch.tanh(got.x), got).sum().backward()
-        found = read.call_count
+        reads = read.call_count
         exchange.check()
-        return found
+        return reads
 
 
 def test_the_metadata_of_a_dispatch_is_made_again_without_a_read(pool: RankPool) -> None:
@@ -74,34 +75,34 @@ def run_with_copies(world: World, case: Case) -> tuple[int, Any]:
         mock.patch.object(NcclCollective, "unpack", autospec=True, side_effect=NcclCollective.unpack) as unpacked,
         mock.patch.object(GlooRounds, "read", autospec=True, side_effect=GlooRounds.read) as read,
     ):
-        found = run_gradients(world, case)
+        gradients = run_gradients(world, case)
     reads = sum(call.args[1] == "combine" for call in read.call_args_list)
     assert unpacked.call_count == 3 * len(case.routing)
-    return reads, found
+    return reads, gradients
 
 
 def test_copies_of_the_metadata_are_read_with_a_limit(pool: RankPool) -> None:
-    found = pool.run(2, run_with_copies, CASE)
-    assert [reads for reads, _ in found] == [8, 8], "the backward of each dispatch and of each combine"
-    judge_gradients(CASE, [gradients for _, gradients in found], bound=2e-6)
+    results = pool.run(2, run_with_copies, CASE)
+    assert [reads for reads, _ in results] == [8, 8], "the backward of each dispatch and of each combine"
+    judge_gradients(CASE, [gradients for _, gradients in results], bound=2e-6)
 
 
 def test_numbers_are_those_of_the_storage_that_lives() -> None:
-    known, kept, gone = NumbersByMetadata(), [], 0
+    known, live, gone = NumbersByMetadata(), [], 0
     for number in range(1, 2000):
         metadata = torch.full((64,), number, dtype=torch.int32)
         assert known.of(metadata) is None, "an address of a dead storage is no key"
         known.add(metadata, HostNumbers(number, [number], [0]))
         if number % 10 == 0:
-            kept.append((number, metadata))
+            live.append((number, metadata))
         else:
             gone += 1
         del metadata
-    for number, metadata in kept:
-        found = known.of(metadata.view(8, 8)[2:].detach())
-        assert found is not None and found.number == number
+    for number, metadata in live:
+        numbers = known.of(metadata.view(8, 8)[2:].detach())
+        assert numbers is not None and numbers.number == number
         assert known.of(metadata.clone()) is None
-    assert len(known._known) <= 3 * len(kept) + 64 < gone
+    assert len(known._known) <= 3 * len(live) + 64 < gone
 
 
 def group() -> Any:
@@ -111,49 +112,49 @@ def group() -> Any:
 
 def rounds_of(timeout_s: float, synchronise: Callable[[], None]) -> tuple[NcclRounds, Any]:
     """The rounds of rank 0 of two, over such a group."""
-    made, world = NcclRounds.__new__(NcclRounds), mock.Mock(rank=0, size=2, timeout_s=timeout_s)
+    rounds, world = NcclRounds.__new__(NcclRounds), mock.Mock(rank=0, size=2, timeout_s=timeout_s)
     world.waiter, world.gpu.synchronise = Waiter(0, timeout_s), synchronise
-    made._world, made._group, made._forget = world, group(), lambda: None
-    return made, made._group
+    rounds._world, rounds._group, rounds._forget = world, group(), lambda: None
+    return rounds, rounds._group
 
 
 @pytest.fixture
 def event() -> Any:
     """An event of torch that is not done; memory is not page-locked."""
-    made = mock.Mock()
-    made.query.return_value = False
+    recorded = mock.Mock()
+    recorded.query.return_value = False
     empty = torch.empty
 
     def pageable(*shape: Any, pin_memory: bool, **options: Any) -> torch.Tensor:
         assert pin_memory, "the copy of pageable memory waits without a limit"
         return empty(*shape, **options)
 
-    cuda = SimpleNamespace(Event=lambda: made, current_stream=lambda _: 5)
-    with mock.patch("raymoe.exchange.nccl.nccl_backends._cuda", cuda), mock.patch("torch.empty", pageable):
-        yield made
+    cuda = SimpleNamespace(Event=lambda: recorded, current_stream=lambda _: 5)
+    with mock.patch("raymoe.net.nccl_rounds._cuda", cuda), mock.patch("torch.empty", pageable):
+        yield recorded
 
 
 def test_a_read_that_takes_too_long_names_the_peer_and_ends_nccl(event: Any) -> None:
-    made, nccl = rounds_of(0.2, lambda: None)
+    rounds, nccl = rounds_of(0.2, lambda: None)
     start = time.monotonic()
     with pytest.raises(PeerTimeout, match="rank 1") as raised:
-        made.read("combine", torch.arange(4))
+        rounds.read("combine", torch.arange(4))
     assert time.monotonic() - start < 2 and raised.value.op == "combine"
     nccl.abort.assert_called_once_with()
     event.record.assert_called_once_with(5)
 
 
 def test_a_read_gives_the_bytes_when_the_copy_is_done(event: Any) -> None:
-    made, nccl = rounds_of(5.0, lambda: None)
+    rounds, nccl = rounds_of(5.0, lambda: None)
     event.query.side_effect = [False, False, True]
-    assert made.read("combine", torch.arange(4)).tolist() == [0, 1, 2, 3]
+    assert rounds.read("combine", torch.arange(4)).tolist() == [0, 1, 2, 3]
     nccl.abort.assert_not_called()
 
 
 def test_a_close_does_not_wait_for_ever_for_the_device() -> None:
-    made, nccl = rounds_of(0.2, lambda: time.sleep(1))
+    rounds, nccl = rounds_of(0.2, lambda: time.sleep(1))
     with pytest.raises(PeerTimeout):
-        made.close(together=True)
+        rounds.close(together=True)
     assert nccl.abort.called and not nccl.close.called
 
 

@@ -44,7 +44,7 @@ def wide_cases(draw: st.DrawFn) -> Case:
     topk = draw(st.sampled_from([case.spec.topk, 16]))
     experts = case.ranks * draw(st.sampled_from([-(-16 // case.ranks), 17])) if topk == 16 else case.spec.experts
     hidden = draw(st.sampled_from([case.spec.hidden, 1032]))
-    group = draw(st.sampled_from([each for each in (1, 2, 3, 17) if experts // case.ranks % each == 0]))
+    group = draw(st.sampled_from([size for size in (1, 2, 3, 17) if experts // case.ranks % size == 0]))
     return replace(case, spec=replace(case.spec, topk=topk, experts=experts, hidden=hidden, expert_group=group))
 
 
@@ -71,14 +71,14 @@ def test_many_experts_and_ranks_are_correct_on_blocks_of_8_warps(
     case = Case(ranks, spec, "none", ("repeated",), seed=ranks, ragged=False)
     sent = batches(case, 0)
     ids = [batch.ids for batch in sent]
-    for rank, found in enumerate(Ranks(case, compact, launcher).dispatch([tokens_of(batch) for batch in sent])):
-        judge_places(case, sent, plan.plan(ids, rank, local, 3, group), found.got)
-        judge_traffic(case, ids, rank, found, compact)
+    for rank, result in enumerate(Ranks(case, compact, launcher).dispatch([tokens_of(batch) for batch in sent])):
+        judge_places(case, sent, plan.plan(ids, rank, local, 3, group), result.got)
+        judge_traffic(case, ids, rank, result, compact)
 
 
 INJECTED_BUGS = {
     "ids of tokens that are not there": Change(
-        "publish_routing.cu", "if (entry < there) {", "if (entry < p.given * 3) {"
+        "publish_routing.cu", "if (entry < there) {", "if (entry < p.x_rows * 3) {"
     ),
     "entries are stored before all are counted": Change(
         "count_entries.cu",
@@ -86,7 +86,7 @@ INJECTED_BUGS = {
         "for (u32 i = threadIdx.x; i < words",
     ),
     "runs before this one are forgotten": Change(
-        "numbering.cuh", "before += first + i * warps_ < blockIdx.x ? found[i] : 0;", ""
+        "numbering.cuh", "before += first + i * warps_ < blockIdx.x ? counts[i] : 0;", ""
     ),
     "tokens of runs before this one are forgotten": Change(
         "numbering.cuh", "over_runs(p_, run_.source, run_.number, memory_.local + way)", "0"
@@ -115,24 +115,24 @@ INJECTED_BUGS = {
         "sum_entries.cu", "ptx::load_4(record->rows_from + rank)", "ptx::load_4(record->rows_to + rank)"
     ),
     "the own sums out of what came": Change(
-        "sum_ranks.cu", "rank == p.memory.rank ? p.leaving : p.returned", "p.returned"
+        "sum_ranks.cu", "rank == p.memory.rank ? p.outgoing : p.returned", "p.returned"
     ),
     "a number of every entry": Change("sum_entries.cu", "ptx::load_4_if(place != NOWHERE,", "ptx::load_4_if(true,"),
     "numbers of the first entry": Change(
-        "sum_entries.cu", "p.kept + memory.places + entry * 4ull", "p.kept + memory.places"
+        "sum_entries.cu", "p.saved + memory.places + entry * 4ull", "p.saved + memory.places"
     ),
     "the own numbers out of what came": Change(
-        "sum_ranks.cu", "rank == memory.rank ? p.leaving_numbers : p.returned_numbers", "p.returned_numbers"
+        "sum_ranks.cu", "rank == memory.rank ? p.outgoing_numbers : p.returned_numbers", "p.returned_numbers"
     ),
     "the numbers of one rank": Change("sum_ranks.cu", "number |= ptx", "number = ptx"),
     "numbers in the place of another rank's": Change(
         "sum_ranks.cu", "block + static_cast<u64>(rank) * p.number_stride + entry * 4ull", "block + entry * 4ull"
     ),
     "sums in the place of another block's": Change(
-        "sum_entries.cu", "p.leaving + skew_of(source, p.skew) +", "p.leaving +"
+        "sum_entries.cu", "p.outgoing + skew_of(source, p.skew) +", "p.outgoing +"
     ),
     "a status in the place of another block's": Change(
-        "sum_entries.cu", "p.leaving + skew_of(rank, p.skew) +", "p.leaving +"
+        "sum_entries.cu", "p.outgoing + skew_of(rank, p.skew) +", "p.outgoing +"
     ),
     "blocks without their numbers": Change("sum_ranks.cu", " + skew_of(rank, p.skew);", ";"),
     "the pass after another's weights": Change(
@@ -207,10 +207,10 @@ def test_all_ranks_refuse_bad_data_of_one_and_the_next_step_works(
     ranks = two_ranks(compact)
     rows = [torch.ones(SPEC.rows(2), 8, dtype=torch.bfloat16)] * 2
     for step, tokens in enumerate((given_tokens(ids, change.get("count", 4)), given_tokens(IDS))):
-        found = ranks.dispatch([given_tokens(IDS.int()), tokens])
-        ys = ranks.combine(found, rows, [True, True])
+        results = ranks.dispatch([given_tokens(IDS.int()), tokens])
+        ys = ranks.combine(results, rows, [True, True])
         refused = says if step == 0 else None
-        for y, rank in zip(ys, found, strict=True):
+        for y, rank in zip(ys, results, strict=True):
             assert bool(y.isnan().all()) is bool(y.isnan().any()) is bool(refused)
             statuses = rank.kernels.take_refused(read_now)
             assert statuses == ([Refusal(Cause.NONE, 1, 1), refused] if refused else [])
@@ -222,9 +222,9 @@ def test_the_first_refusal_is_kept_until_it_is_taken(compact: bool) -> None:
     for bad in (6, 7):
         ids = IDS.clone()
         ids[0, 0] = bad
-        found = ranks.dispatch([given_tokens(IDS), given_tokens(ids)])
-        ranks.combine(found, rows, [True, True])
-    for rank in found:
+        results = ranks.dispatch([given_tokens(IDS), given_tokens(ids)])
+        ranks.combine(results, rows, [True, True])
+    for rank in results:
         assert [status.number for status in rank.kernels.take_refused(read_now)] == [1, 6]
         assert rank.kernels.take_refused(read_now) == []
 
@@ -233,13 +233,13 @@ def test_the_first_refusal_is_kept_until_it_is_taken(compact: bool) -> None:
 def test_more_rows_than_the_capacity_are_refused_by_all_ranks(compact: bool, layout: str) -> None:
     spec = ExchangeSpec(tokens=4, hidden=8, experts=2, topk=1, alignment=4, capacity=7, layout=layout)
     ranks = two_ranks(compact, spec)
-    found = ranks.dispatch([given_tokens(torch.full((4, 1), 1))] * 2)
-    got = found[1].got
+    results = ranks.dispatch([given_tokens(torch.full((4, 1), 1))] * 2)
+    got = results[1].got
     assert (got.expert_counts.tolist(), got.expert_offsets.tolist()) == ([0], [0, 0])
     assert got.x.isnan().all() if layout == "expert" else (got.index == 8).all()
-    for y in ranks.combine(found, [torch.ones(7, 8, dtype=torch.bfloat16)] * 2, [True, True]):
+    for y in ranks.combine(results, [torch.ones(7, 8, dtype=torch.bfloat16)] * 2, [True, True]):
         assert y.isnan().all()
-    for rank in found:
+    for rank in results:
         assert rank.kernels.take_refused(read_now) == [Refusal(Cause.NONE, 1, 1), Refusal(Cause.CAPACITY, 0, 8)]
 
 
@@ -247,7 +247,7 @@ def test_combines_that_differ_are_refused_by_all_ranks() -> None:
     ranks = two_ranks(compact=False)
     first, second = (ranks.dispatch([given_tokens(IDS)] * 2) for _ in range(2))
     rows = [torch.ones(SPEC.rows(2), 8, dtype=torch.bfloat16)] * 2
-    for mixed, weighted, told in (
+    for mixed, weighted, sentence in (
         (
             [first[0], second[1]],
             [True, True],
@@ -257,7 +257,7 @@ def test_combines_that_differ_are_refused_by_all_ranks() -> None:
     ):
         assert all(y.isnan().all() for y in ranks.combine(mixed, rows, weighted))
         for rank in mixed:
-            with pytest.raises(DataRefused, match=told):
+            with pytest.raises(DataRefused, match=sentence):
                 raise_first(rank.kernels.take_refused(read_now), SPEC)
     assert not any(y.isnan().any() for y in ranks.combine(second, rows, [False, False]))
 
@@ -265,12 +265,12 @@ def test_combines_that_differ_are_refused_by_all_ranks() -> None:
 def test_entries_without_a_row_are_not_read() -> None:
     """Entries 1 and 3 have no row, and there is no memory after the source's last row."""
     rows = torch.arange(64, dtype=torch.uint8).view(2, 32)
-    kept = torch.tensor([0, 2**32 - 1, 1, 3, 0, 2, 7, 2**32 - 1], dtype=torch.int64).to(torch.int32)
+    saved = torch.tensor([0, 2**32 - 1, 1, 3, 0, 2, 7, 2**32 - 1], dtype=torch.int64).to(torch.int32)
     out = torch.full((4, 32), 200, dtype=torch.uint8)
     params = SpreadParams(source=0, to=16, count=4, stride=1, width=1, row_bytes=32, pieces=1)
-    kept[:4] = torch.tensor([0, -1, 1, -1])
-    kept[4:] = torch.tensor([3, 0, 1, 2])
-    EmulatedLauncher().ready(SPREAD, Shape(2, 64), params, rows=rows, out=out, kept=kept)(0)
+    saved[:4] = torch.tensor([0, -1, 1, -1])
+    saved[4:] = torch.tensor([3, 0, 1, 2])
+    EmulatedLauncher().ready(SPREAD, Shape(2, 64), params, rows=rows, out=out, saved=saved)(0)
     assert out.tolist() == [[200] * 32, rows[1].tolist(), [200] * 32, rows[0].tolist()]
 
 
@@ -287,10 +287,10 @@ def test_all_ranks_report_refused_data_and_the_next_step_works(
     says = "36 rows, gaps included, came to rank 2; its capacity is 32: raise exchange.capacity"
     if fault[0] == "id":
         says = f"rank 2 asked for expert {fault[1]} for its token 2; ids are -1 to 5"
-    for rank, (found, after) in enumerate(pool.run(3, refuse_and_go_on, case, fault)):
-        assert found["told"] == says
-        assert found["nan"]
-        assert found["outside"]
+    for rank, (report, after) in enumerate(pool.run(3, refuse_and_go_on, case, fault)):
+        assert report["told"] == says
+        assert report["nan"]
+        assert report["outside"]
         judge_combine(case, batches(case, 2)[rank], after.y)
 
 
@@ -304,10 +304,10 @@ UNLIKE = {
 
 def test_numbers_of_one_rank_are_refused_by_all_ranks(compact: bool) -> None:
     ranks = two_ranks(compact)
-    found, rows = ranks.dispatch([given_tokens(IDS)] * 2), [torch.ones(SPEC.rows(2), 8, dtype=torch.bfloat16)] * 2
-    (first, entries), (second, _) = ranks.combine_with(found, rows, [False, False], [found[0].got.weights, None])
+    results, rows = ranks.dispatch([given_tokens(IDS)] * 2), [torch.ones(SPEC.rows(2), 8, dtype=torch.bfloat16)] * 2
+    (first, entries), (second, _) = ranks.combine_with(results, rows, [False, False], [results[0].got.weights, None])
     assert first.isnan().all() and second.isnan().all() and entries.isnan().all()
-    for rank in found:
+    for rank in results:
         with pytest.raises(
             DataRefused, match="rank 0 combines dispatch 1 with gradients and rank 1 with weighted=False"
         ):
@@ -318,10 +318,10 @@ def test_numbers_of_one_rank_are_refused_by_all_ranks(compact: bool) -> None:
 def test_all_ranks_report_that_only_some_send_gradients(pool: RankPool, backend: str) -> None:
     spec = ExchangeSpec(tokens=9, hidden=16, experts=6, topk=2, alignment=4)
     case = Case(3, spec, backend, ("uniform", "masked"), seed=4)
-    for rank, found in enumerate(pool.run(3, mixed_combines, case, "gradients")):
-        assert found["told"].startswith("rank 0 combines dispatch 1 with weighted=True and rank 2 with gradients")
-        assert found["nan"]
-        judge_combine(case, batches(case, 1)[rank], found["y"])
+    for rank, report in enumerate(pool.run(3, mixed_combines, case, "gradients")):
+        assert report["told"].startswith("rank 0 combines dispatch 1 with weighted=True and rank 2 with gradients")
+        assert report["nan"]
+        judge_combine(case, batches(case, 1)[rank], report["y"])
 
 
 @pytest.mark.one_in(2)
@@ -330,10 +330,10 @@ def test_all_ranks_report_that_only_some_send_gradients(pool: RankPool, backend:
 def test_all_ranks_report_combines_that_differ(pool: RankPool, backend: str, kind: str) -> None:
     spec = ExchangeSpec(tokens=9, hidden=16, experts=6, topk=2, alignment=4)
     case = Case(3, spec, backend, ("uniform", "masked"), seed=4)
-    for rank, found in enumerate(pool.run(3, mixed_combines, case, kind)):
-        assert found["told"].startswith(UNLIKE[kind])
-        assert found["nan"]
-        judge_combine(case, batches(case, 1)[rank], found["y"])
+    for rank, report in enumerate(pool.run(3, mixed_combines, case, kind)):
+        assert report["told"].startswith(UNLIKE[kind])
+        assert report["nan"]
+        judge_combine(case, batches(case, 1)[rank], report["y"])
 
 
 ORDER = "all ranks run backward passes in one order"
@@ -352,10 +352,10 @@ MIXED_BACKWARD = {
 def test_all_ranks_report_backward_passes_that_differ(pool: RankPool, backend: str, kind: str) -> None:
     spec = ExchangeSpec(tokens=9, hidden=16, experts=6, topk=2, alignment=4)
     case = Case(3, spec, backend, ("uniform", "masked"), seed=4)
-    for found in pool.run(3, mixed_backward, case, kind):
-        assert found["told"] == MIXED_BACKWARD[kind]
-        assert all(found["nan"])
-        assert found["right"]
+    for report in pool.run(3, mixed_backward, case, kind):
+        assert report["told"] == MIXED_BACKWARD[kind]
+        assert all(report["nan"])
+        assert report["right"]
 
 
 @pytest.mark.parametrize("backend", ON_TENSORS)
@@ -363,9 +363,9 @@ def test_a_backward_pass_of_some_ranks_is_refused_by_all_at_once(pool: RankPool,
     spec = ExchangeSpec(tokens=9, hidden=16, experts=6, topk=2, alignment=4)
     case = Case(3, spec, backend, ("uniform", "masked"), seed=4)
     said = "rank 0 runs the backward pass of its dispatch 1 and rank 2 no backward pass; all ranks run the same"
-    for rank, found in enumerate(pool.run(3, left_out_backward, case)):
-        assert rank == 2 or found["told"][0].startswith(said)
-        assert rank != 2 or found["told"][0] == ""
-        assert found["told"][1].startswith("rank 0 combines its dispatch 1 and rank 2 its dispatch 2; all ranks")
-        assert all(found["nan"])
-        judge_combine(case, batches(case, 1)[rank], found["y"])
+    for rank, report in enumerate(pool.run(3, left_out_backward, case)):
+        assert rank == 2 or report["told"][0].startswith(said)
+        assert rank != 2 or report["told"][0] == ""
+        assert report["told"][1].startswith("rank 0 combines its dispatch 1 and rank 2 its dispatch 2; all ranks")
+        assert all(report["nan"])
+        judge_combine(case, batches(case, 1)[rank], report["y"])
