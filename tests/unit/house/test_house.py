@@ -89,7 +89,7 @@ def test_no_modules_import_one_another():
     paths = {".".join(path.relative_to(PACKAGE.parent).with_suffix("").parts): path for path in SOURCES}
     paths = {name.removesuffix(".__init__"): path for name, path in paths.items()}
     below = {
-        name: {target for _, full in imports(path) for target in (full, full.rpartition(".")[0]) if target in paths}
+        name: {full if full in paths else full.rpartition(".")[0] for _, full in imports(path)} & set(paths)
         for name, path in paths.items()
     }
     # Take away the modules that import none of the others, again and again. Circles and what is above them stay.
