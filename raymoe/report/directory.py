@@ -83,7 +83,9 @@ def _refuse_special(name: str, folder: int) -> None:
 
 def cannot_write(path: Path, error: OSError) -> CannotWrite:
     reason = error.strerror or type(error).__name__
-    return CannotWrite(f"cannot write {path}: {reason}; make room there or name another place with --out")
+    room_helps = error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EEXIST)
+    advice = f"{'make room there or ' * room_helps}name another place with --out"
+    return CannotWrite(f"cannot write {path}: {reason}; {advice}")
 
 
 # File systems without locks (some network mounts) return one of these. They can still hold results.

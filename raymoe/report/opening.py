@@ -10,7 +10,7 @@ import shutil
 from pathlib import Path
 
 from raymoe.config import Job, job_from_resolved
-from raymoe.errors import ConfigError, shown
+from raymoe.errors import CannotWrite, ClusterError, ConfigError, shown
 from raymoe.report.directory import RunDirectory, place_for, under_ray_job
 from raymoe.report.ray_job import run_name
 from raymoe.report.results import Record
@@ -36,7 +36,11 @@ def open_directory(out: str | None, job: Job) -> tuple[RunDirectory, Mirror | No
 
 def _open_url(url: str, job: Job, run: str) -> tuple[RunDirectory, Mirror]:
     path = place_for(None, run).path
-    if fetch(url, path):
+    try:
+        holds_results = fetch(url, path)
+    except ClusterError as error:  # what cannot be read takes no results either
+        raise CannotWrite(str(error)) from error
+    if holds_results:
         if not under_ray_job() or not _is_unfinished(path, job):
             shutil.rmtree(path)
             raise ConfigError(f"--out {shown(url)} already holds results; name another place, such as one with {{run}}")

@@ -109,7 +109,9 @@ def _file_system(url: str) -> tuple[Any, str]:
     try:
         opened, path = FileSystem.from_uri(url)
         return opened, str(path)
-    except (ValueError, NotImplementedError, OSError) as error:
+    except OSError as error:  # pyarrow has this kind of storage, and its words say what failed there
+        raise SystemExit(str(error)) from None
+    except (ValueError, NotImplementedError) as error:
         import fsspec
 
         try:

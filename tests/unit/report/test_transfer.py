@@ -6,6 +6,8 @@ import io
 import json
 import os
 import tarfile
+import threading
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
 import pytest
@@ -229,6 +231,50 @@ def test_a_url_that_cannot_be_used_says_why(tmp_path):
         storage.Mirror(results(tmp_path / "run"), f"file://{tmp_path}/file/x").finish()
     with pytest.raises(ClusterError, match="cannot read nope://x: Protocol not known: nope"):
         storage.fetch("nope://x", tmp_path / "got")
+
+
+class Forbidding(BaseHTTPRequestHandler):
+    """An S3 server that refuses everybody."""
+
+    protocol_version = "HTTP/1.1"
+
+    def refuse(self) -> None:
+        said = b"<Error><Code>AccessDenied</Code><Message>Access Denied</Message></Error>"
+        self.send_response(403)
+        self.send_header("Content-Length", str(len(said)))
+        self.end_headers()
+        if self.command != "HEAD":
+            self.wfile.write(said)
+
+    do_GET = do_HEAD = do_PUT = do_POST = refuse  # noqa: N815 - their names in the library
+
+    def log_message(self, *_: object) -> None:
+        """Print nothing."""
+
+
+def test_storage_that_refuses_or_is_gone_ends_a_run_with_8_and_its_own_words(home, monkeypatch):
+    monkeypatch.setenv("AWS_ACCESS_KEY_ID", "somebody")
+    monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "secret")
+    monkeypatch.setenv("AWS_MAX_ATTEMPTS", "1")
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Forbidding)
+    thread = threading.Thread(target=server.serve_forever)
+    thread.start()
+    url = f"s3://bucket/run?region=us-east-1&scheme=http&endpoint_override=127.0.0.1:{server.server_port}"
+    try:
+        with pytest.raises(CannotWrite, match=r"cannot read s3://bucket/run.*: .*ACCESS_DENIED.*; check the URL and"):
+            open_directory(url, small())
+    finally:
+        server.shutdown()
+        thread.join()
+        server.server_close()
+    with pytest.raises(CannotWrite, match=r"cannot read s3://bucket/run.*NETWORK_CONNECTION") as refused:
+        open_directory(url, small())
+    assert refused.value.exit_code == 8 and "s3fs" not in str(refused.value)
+
+
+def test_the_advice_to_make_room_stands_only_where_room_helps():
+    with pytest.raises(CannotWrite, match=r"cannot write /proc/run.*: [^;]*; name another place with --out$"):
+        open_directory("/proc/run", small())
 
 
 def small(**changes: object) -> Job:
