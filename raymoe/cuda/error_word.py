@@ -75,22 +75,22 @@ class ErrorWord:
 
     def error(self) -> RaymoeError | None:
         """The first failed wait as an exception, or None."""
-        found = self.record()
-        if found is None:
+        record = self.record()
+        if record is None:
             return None
         with self._lock:
-            op = self._ops[found.op] if found.op < len(self._ops) else f"operation {found.op}"
+            op = self._ops[record.op] if record.op < len(self._ops) else f"operation {record.op}"
             reason = self._reason
-        if found.code == FAILURE_ABORTED:
+        if record.code == FAILURE_ABORTED:
             rank = f"rank {self.rank}" if self.rank >= 0 else "this rank"
-            return Aborted(f"{rank} was told to stop in {op}: {reason}", found.peer)
-        if found.code == FAILURE_STALE:
+            return Aborted(f"{rank} was told to stop in {op}: {reason}", record.peer)
+        if record.code == FAILURE_STALE:
             return RaymoeError(
-                f"{op} {found.expected} on rank {self.rank} read a slot of rank {found.peer} that held the row of "
-                f"{found.seen}: the protocol is broken, and results before this one may be wrong too"
+                f"{op} {record.expected} on rank {self.rank} read a slot of rank {record.peer} that held the row of "
+                f"{record.seen}: the protocol is broken, and results before this one may be wrong too"
             )
-        waited_s = found.waited_ns / 1e9
-        return PeerTimeout(op, found.epoch, found.peer, found.expected, found.seen, waited_s, self.rank)
+        waited_s = record.waited_ns / 1e9
+        return PeerTimeout(op, record.epoch, record.peer, record.expected, record.seen, waited_s, self.rank)
 
     def check(self) -> None:
         """Raise if a wait has failed."""

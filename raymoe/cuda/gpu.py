@@ -53,9 +53,9 @@ class Gpu:
     def open(cls, ordinal: int = 0) -> Gpu:
         """Open a GPU by its number among the GPUs that this process sees."""
         call("cuInit", 0)
-        found = call("cuDeviceGetCount")
-        if not 0 <= ordinal < found:
-            raise CudaError(f"GPU {ordinal} asked for; this process sees {found}, numbered from 0")
+        count = call("cuDeviceGetCount")
+        if not 0 <= ordinal < count:
+            raise CudaError(f"GPU {ordinal} asked for; this process sees {count}, numbered from 0")
         device = call("cuDeviceGet", ordinal)
         kinds = bindings().CUdevice_attribute
 

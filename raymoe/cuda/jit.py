@@ -32,7 +32,7 @@ _INCLUDE = re.compile(r'^[ \t]*#[ \t]*include[ \t]*([<"])([^>"\n]+)[>"]', re.MUL
 
 @dataclass
 class Headers:
-    """The headers that were found, and the names that were not."""
+    """Headers that a source includes, and the names for which there is no file."""
 
     texts: dict[Path, str] = field(default_factory=dict)
     missing: set[str] = field(default_factory=set)
@@ -45,7 +45,7 @@ def included(text: str, folders: Sequence[Path]) -> Headers:
     changes more often than needed, which is safe. For the same reason a missing header is no error here: the compiler
     reports it if it matters.
     """
-    found = Headers()
+    headers = Headers()
     waiting = [(text, list(folders))]
     while waiting:
         content, search = waiting.pop()
@@ -53,11 +53,11 @@ def included(text: str, folders: Sequence[Path]) -> Headers:
             places = search if bracket == '"' else folders
             path = next((folder / name for folder in places if (folder / name).is_file()), None)
             if path is None:
-                found.missing.add(name)
-            elif (path := path.resolve()) not in found.texts:
-                found.texts[path] = path.read_text(encoding="utf-8", errors="surrogateescape")
-                waiting.append((found.texts[path], [path.parent, *folders]))
-    return found
+                headers.missing.add(name)
+            elif (path := path.resolve()) not in headers.texts:
+                headers.texts[path] = path.read_text(encoding="utf-8", errors="surrogateescape")
+                waiting.append((headers.texts[path], [path.parent, *folders]))
+    return headers
 
 
 # Compiled kernels on disk, shared by all processes of a user.
@@ -182,10 +182,10 @@ class Compiler:
     """Compiles the sources of one folder. Safe from any thread."""
 
     def __init__(self, folder: Path | None = None, cubins: Cubins | None = None) -> None:
-        found = folder or packaged_folder("kernels")
-        if found is None:
+        kernels = folder or packaged_folder("kernels")
+        if kernels is None:
             raise RaymoeError("the folder kernels/ is missing from this installation of raymoe; install it again")
-        self.folder = found
+        self.folder = kernels
         self._cubins = cubins or Cubins.from_environment()
         self._lock = threading.Lock()
         self._compiled: dict[str, Future[Compiled]] = {}
@@ -284,7 +284,7 @@ def compile_unit(unit: _Unit) -> Compiled:
         define_macro=list(unit.source.defines) or None,
         **_FLAGS,
     )
-    flags = " ".join(each.decode() for each in options.as_bytes("nvrtc"))
+    flags = " ".join(flag.decode() for flag in options.as_bytes("nvrtc"))
     command = f"nvrtc {'.'.join(map(str, nvrtc_version()))} {flags} {unit.path}"
     log = io.StringIO()
     program = None
@@ -341,8 +341,8 @@ def _toolkit_headers() -> Path | None:
         from cuda.pathfinder import find_nvidia_header_directory
     except ImportError:
         return None
-    found = find_nvidia_header_directory("cudart")
-    return Path(found) if found else None
+    folder = find_nvidia_header_directory("cudart")
+    return Path(folder) if folder else None
 
 
 _SHARED_LOCK = threading.Lock()

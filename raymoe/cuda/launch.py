@@ -38,8 +38,8 @@ class Function:
     def resident_blocks(self, threads: int, shared_bytes: int) -> int:
         """The number of blocks of such a launch that an idle GPU holds at once."""
         with self.gpu.current():
-            each = call("cuOccupancyMaxActiveBlocksPerMultiprocessor", self.handle, threads, shared_bytes)
-        return int(each) * self.gpu.sms
+            blocks_of_sm = call("cuOccupancyMaxActiveBlocksPerMultiprocessor", self.handle, threads, shared_bytes)
+        return int(blocks_of_sm) * self.gpu.sms
 
 
 class Kernels:

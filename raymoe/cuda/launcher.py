@@ -1,4 +1,4 @@
-"""What an exchange takes from its GPU: launches, words of the host, memory, copies, and the order of streams.
+"""All that an exchange takes from its GPU: launches, words of the host, memory, copies, and the order of streams.
 
 Backends touch the GPU through a `Launcher` alone. So the emulator, which runs kernels on the CPU, needs no more than a
 launcher of its own (tests/emulator/ranks.py).

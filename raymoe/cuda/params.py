@@ -83,13 +83,13 @@ class Params:
     @classmethod
     def offsets(cls) -> dict[str, int]:
         """The offset of each field. Fields of inner structs are included, by dotted names."""
-        found: dict[str, int] = {}
+        offsets: dict[str, int] = {}
         for name, kind in cls._kinds.items():
             begin = getattr(cls._struct, name).offset
-            found[name] = begin
+            offsets[name] = begin
             if issubclass(kind, Params):
-                found |= {f"{name}.{inner}": begin + offset for inner, offset in kind.offsets().items()}
-        return found
+                offsets |= {f"{name}.{inner}": begin + offset for inner, offset in kind.offsets().items()}
+        return offsets
 
     @classmethod
     def place(cls, name: str) -> tuple[int, int]:
@@ -160,7 +160,7 @@ def _value(params: Params, name: str, ctype: Any) -> Any:
         short = issubclass(ctype._type_, ctypes.Structure) and len(value) < ctype._length_  # the rest is zero
         if len(value) != ctype._length_ and not short:
             raise ConfigError(f"{where} has {len(value)} elements; it holds {ctype._length_}")
-        packed = [each.packed() if isinstance(each, Params) else _checked(where, each, ctype._type_) for each in value]
+        packed = [item.packed() if isinstance(item, Params) else _checked(where, item, ctype._type_) for item in value]
         return ctype(*packed)
     return _checked(where, value, ctype)
 

@@ -141,22 +141,22 @@ class StreamOrder:
 
     def _refuse_too_many_sms(self, op: str, stream: int, capture: int, sms: int) -> None:
         """Refuse an operation that may run at the same time as one of another workspace, and find too few SMs."""
-        mine, most = self._stream_sms[stream], self._gpu.sms
+        own_sms, gpu_sms = self._stream_sms[stream], self._gpu.sms
         total = sms
         for reference in list(self._orders.values()):
             other = reference()
             if other is None or other is self or not other._may_run_beside(stream, capture):
                 continue
-            theirs = other._stream_sms[other._last_stream(capture)]
-            if mine + theirs <= most:
+            other_sms = other._stream_sms[other._last_stream(capture)]
+            if own_sms + other_sms <= gpu_sms:
                 continue  # two green contexts that share no SM
             total += other._most_sms
-            if total > max(mine, theirs):
-                each = max(2, max(mine, theirs) // 2)
+            if total > max(own_sms, other_sms):
+                half = max(2, max(own_sms, other_sms) // 2)
                 raise ConfigError(
                     f"{op} takes {sms} SMs while an exchange on another stream may hold {total - sms} of the "
-                    f"{max(mine, theirs)} SMs: each could wait for ever for the other; make both with "
-                    f"sms={each}, or share one workspace, which puts them in order"
+                    f"{max(own_sms, other_sms)} SMs: each could wait for ever for the other; make both with "
+                    f"sms={half}, or share one workspace, which puts them in order"
                 )
 
     def _may_run_beside(self, stream: int, capture: int) -> bool:
