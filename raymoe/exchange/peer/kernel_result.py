@@ -13,7 +13,7 @@ from typing import Self
 import torch
 
 from raymoe.exchange.backend import Dispatched
-from raymoe.exchange.peer.dispatch import Got
+from raymoe.exchange.peer.dispatch import DispatchSummary
 from raymoe.exchange.spec import ExchangeSpec
 from raymoe.memory.layout import ALIGNMENT, round_up
 
@@ -46,8 +46,8 @@ class Metadata:
         """Lay out the metadata of a spec; layout rank adds the slots of rows."""
         tokens, local, capacity = spec.tokens, spec.local_experts(ranks), spec.rows(ranks)
         arrays = {
-            "got": ((Got.nbytes(),), torch.uint8),
-            "home": ((ranks, tokens, spec.topk), torch.int64),  # the place and the weight of each entry of all ranks
+            "summary": ((DispatchSummary.nbytes(),), torch.uint8),
+            "entry_places": ((ranks, tokens, spec.topk), torch.int64),  # place and weight of each entry of all ranks
             "masks": ((tokens,), torch.int32),  # the ranks that each token of this rank went to
             "weights": ((capacity,), torch.float32),
             "expert_offsets": ((local + 1,), torch.int32),
@@ -87,9 +87,9 @@ def keep_for_current_stream(*memory: torch.Tensor | None) -> None:
     Otherwise torch would reuse freed memory at once, for allocations on the stream that it was allocated on. Memory of
     the current stream itself, and of CPUs, needs nothing. The whole allocation is kept, also for a view.
     """
-    for each in memory:
-        if each is not None and each.is_cuda:
-            each.record_stream(torch.cuda.current_stream(each.device))
+    for tensor in memory:
+        if tensor is not None and tensor.is_cuda:
+            tensor.record_stream(torch.cuda.current_stream(tensor.device))
 
 
 class KernelDispatched(Dispatched):

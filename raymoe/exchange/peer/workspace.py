@@ -168,12 +168,12 @@ class Bounds:
 
     def check(self, spec: ExchangeSpec, stamped: bool = False) -> None:
         """Raise if this workspace is too small for a spec."""
-        asked = Bounds.of(spec, stamped=stamped, lines=self.lines)
-        for name, have in vars(self).items():
-            needs = getattr(asked, name)
-            if needs != have if name == "block" and spec.by_copy_engine else needs > have:
+        bounds = Bounds.of(spec, stamped=stamped, lines=self.lines)
+        for name, size in vars(self).items():
+            needs = getattr(bounds, name)
+            if needs != size if name == "block" and spec.by_copy_engine else needs > size:
                 raise ConfigError(
-                    f"an exchange needs {name} {needs} of its workspace, which was made for {have}; "
+                    f"an exchange needs {name} {needs} of its workspace, which was made for {size}; "
                     "give the workspace this exchange's spec too"
                 )
 
@@ -353,9 +353,9 @@ class Workspace:
         In microseconds after the start. Waits for the device, and clears the times for the next run.
         """
         times = self._traces[op]
-        found = timeline([row for row in times.tolist() if row[0]])
+        times_reached = timeline([row for row in times.tolist() if row[0]])
         times.zero_()
-        return found
+        return times_reached
 
     @property
     def nbytes(self) -> int:

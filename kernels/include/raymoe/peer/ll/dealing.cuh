@@ -1,5 +1,4 @@
-// Deals the rows of few tokens out to warps. raymoe/exchange/peer/ll.py computes the numbers, because kernels divide
-// slowly.
+// Deals the rows of few tokens out to warps. exchange/peer/ll.py computes the numbers, because kernels divide slowly.
 #pragma once
 
 #include "raymoe/base/ptx.cuh"
