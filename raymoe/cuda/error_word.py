@@ -45,7 +45,7 @@ class ErrorWord:
             raise
 
     def number(self, op: str) -> int:
-        """The number of an operation in kernel parameters; the same for the same name."""
+        """Return the number of an operation in kernel parameters; the same for the same name."""
         with self._lock:
             if op not in self._ops:
                 self._ops.append(op)
@@ -67,14 +67,14 @@ class ErrorWord:
             self._host.words[_ABORT] = 1
 
     def record(self) -> ErrorRecord | None:
-        """The record of the first failed wait, or None."""
+        """Return the record of the first failed wait, or None."""
         words = self._host.words
         if words[_RECORD] == 0:  # the code, which the GPU writes last
             return None
         return ErrorRecord(**{name: int(words[_RECORD + index]) for index, name in enumerate(_FIELDS)})
 
     def error(self) -> RaymoeError | None:
-        """The first failed wait as an exception, or None."""
+        """Return the first failed wait as an exception, or None."""
         record = self.record()
         if record is None:
             return None

@@ -193,7 +193,7 @@ class Compiler:
         """How many times this object has run NVRTC."""
 
     def compiled(self, source: KernelSource, arch: str) -> Compiled:
-        """The code of a source for an architecture such as sm_90a: from this process, from disk, or compiled now."""
+        """Return the code of a source for an architecture such as sm_90a: known, from disk, or compiled now."""
         unit = self._unit(source, arch)
         with self._lock:
             future = self._compiled.get(unit.key)
@@ -308,7 +308,7 @@ def compile_unit(unit: _Unit) -> Compiled:
 
 
 def nvrtc_version() -> tuple[int, int]:
-    """The version of the NVRTC that this process loads."""
+    """Return the version of the NVRTC that this process loads."""
     try:
         with _IMPORTING:
             from cuda.bindings import nvrtc
@@ -325,7 +325,7 @@ def nvrtc_version() -> tuple[int, int]:
 
 
 def _ptx(program: Any) -> str:
-    """The program's PTX, which NVRTC keeps beside the machine code; empty if it cannot be had."""
+    """Return the program's PTX, which NVRTC keeps beside the machine code; empty if it cannot be had."""
     from cuda.bindings import nvrtc
 
     code, nbytes = nvrtc.nvrtcGetPTXSize(program.handle)
@@ -336,7 +336,7 @@ def _ptx(program: Any) -> str:
 
 
 def _toolkit_headers() -> Path | None:
-    """The folder of CUDA's own headers (cuda_bf16.h), from pip's nvidia-cuda-runtime or a toolkit; None if missing."""
+    """Return the folder of CUDA's headers (cuda_bf16.h), of nvidia-cuda-runtime or of a toolkit; None if missing."""
     try:
         from cuda.pathfinder import find_nvidia_header_directory
     except ImportError:
@@ -350,7 +350,7 @@ _shared: Compiler | None = None
 
 
 def shared_compiler() -> Compiler:
-    """The compiler that all callers in this process share, so that each kernel is compiled once.
+    """Return the compiler that all callers in this process share, so that each kernel is compiled once.
 
     It reads RAYMOE_CACHE_DIR only when it is made.
     """

@@ -44,7 +44,7 @@ class Launcher:
         return Launch(self._kernels.function(source), shape, params, addresses=addresses, memory=memory)
 
     def resident(self, source: KernelSource, shape: Shape) -> int:
-        """The number of blocks of this shape that the GPU holds at once."""
+        """Return the number of blocks of this shape that the GPU holds at once."""
         return self._kernels.function(source).resident_blocks(shape.threads, shape.shared_bytes)
 
     @contextmanager

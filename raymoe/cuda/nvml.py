@@ -49,7 +49,7 @@ BINDINGS = (NvmlBinding("cuda.bindings.nvml", 0, "NvmlError", "bus_id"), NvmlBin
 
 
 def nvlinked(first: str, second: str) -> bool:
-    """Whether two GPUs, given by UUID, reach one another over NVLink, as NVML reports. A GPU reaches itself.
+    """Return whether two GPUs, given by UUID, reach one another over NVLink, as NVML reports. A GPU reaches itself.
 
     False if NVML is missing or fails, or if it does not know one of the GPUs (a container may hide it).
     """
@@ -92,7 +92,7 @@ class Library:
         }
 
     def nvlinked(self, first: str, second: str) -> bool:
-        """Whether peer access between two GPUs, given by UUID, goes over NVLink."""
+        """Return whether peer access between two GPUs, given by UUID, goes over NVLink."""
         self.ask("init")
         pair = [self.ask("handle_of", f"GPU-{uuid.removeprefix('GPU-')}") for uuid in (first, second)]
         return int(self.ask("p2p", *pair, _P2P_NVLINK)) == _P2P_OK
@@ -125,7 +125,7 @@ class Library:
         return None if version is None else _NVLINK.get(int(version))
 
     def _links(self, handle: Any) -> list[tuple[int | None, str]]:
-        """The other end of each active link: the kind of device, and its place on the PCI bus."""
+        """Return the other end of each active link: the kind of device, and its place on the PCI bus."""
         ends = []
         for link in range(_MOST_LINKS):
             if self.maybe("link_state", handle, link):

@@ -134,7 +134,7 @@ class StreamOrder:
             )
 
     def _may_still_run(self) -> bool:
-        """Whether the last eager operation may still run."""
+        """Return whether the last eager operation may still run."""
         with relaxed_capture_mode():  # a query of an event would break a capture in the global mode
             code, *_ = bindings().cuEventQuery(self._done)
         return bool(code)
@@ -170,13 +170,13 @@ class StreamOrder:
         return stream
 
     def _stream_id_of(self, stream: int) -> int:
-        """A unique number for a stream: each context has a default stream 0 of its own."""
+        """Return a unique number for a stream: each context has a default stream 0 of its own."""
         if stream > LAST_DEFAULT_STREAM or self._gpu.is_current():
             return stream
         return self._gpu.green_context() or stream
 
     def _sms_of(self, stream: int) -> int:
-        """SMs that kernels on this stream may use: fewer than the GPU has if it is in a green context."""
+        """Return the SMs that kernels on this stream may use: fewer than the GPU has if it is in a green context."""
         with self._gpu.current_for(stream):
             green = call("cuStreamGetGreenCtx", stream)
             if not int(green):

@@ -56,7 +56,7 @@ class Metadata:
         return cls(arrays | ({"index": ((capacity,), torch.int64)} if spec.layout == "rank" else {}), red_zone)
 
     def places(self) -> dict[str, tuple[int, int]]:
-        """The offset and the bytes of each array."""
+        """Return the offset and the bytes of each array."""
         return {name: (self.at[name], self.nbytes_of(name)) for name in self.arrays}
 
     def nbytes_of(self, name: str) -> int:
@@ -64,7 +64,7 @@ class Metadata:
         return prod(shape) * dtype.itemsize
 
     def view(self, memory: torch.Tensor, name: str) -> torch.Tensor:
-        """A one-dimensional array of `memory`, which is int32 like most arrays: that saves an operation."""
+        """Return a one-dimensional array of `memory`, which is int32 like most arrays: that saves an operation."""
         (shape, dtype), begin = self.arrays[name], self.at[name] // 4
         words = memory[begin : begin + prod(shape) * dtype.itemsize // 4]
         return words if dtype is torch.int32 else words.view(dtype)
