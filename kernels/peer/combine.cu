@@ -7,8 +7,8 @@
 //                     (final_reduction.cuh)
 // Both work on pieces of rows. So a few tokens are work for many warps.
 //
-// With CARRIES a float32 number of each entry (token, k) goes home too, the gradient of its weight. An expert is on one
-// rank, so of each number one rank has it, and the others send zero bits.
+// With CARRIES a float32 number of each entry (token, k) is returned too, the gradient of its weight. An expert is on
+// one rank, so of each number one rank has it, and the others send zero bits.
 //
 // Memory map of every rank's heap; d is the rank whose experts made the rows, [2] the parity of combine's epoch:
 //   rows [2][d][token]   slots, by the number of the owner's token: d's sum, and with CARRIES d's numbers
@@ -61,7 +61,7 @@
 namespace raymoe {
 
 __device__ __forceinline__ ptx::Bytes16 status(const CombineParams& p) {
-    return status_of(p, ptx::load_16(reinterpret_cast<const u8*>(&p.got->refusal)));
+    return status_of(p, ptx::load_16(reinterpret_cast<const u8*>(&p.summary->refusal)));
 }
 
 #if LL_STATUSES
@@ -144,7 +144,7 @@ __device__ inline void fill_all_with_nan(const CombineParams& p, u32 first, u32 
     fill_with_nan<Type>(p, first, stride);
     for (u32 token = first; CARRIES && token < p.tokens; token += stride) {
         for (u32 k = threadIdx.x % 32; k < p.topk; k += 32) {
-            ptx::store_4(p.numbers_home + (static_cast<u64>(token) * p.topk + k) * 4, static_cast<u32>(F32::NANS));
+            ptx::store_4(p.returned_numbers + (static_cast<u64>(token) * p.topk + k) * 4, static_cast<u32>(F32::NANS));
         }
     }
 }

@@ -18,7 +18,7 @@
 // in every epoch. When a rank's kernel ends, it has read all sums sent to it in the epoch. The exception is a refused
 // step: then no rank reads the sums, and nothing of that epoch is read later.
 //
-// In the backward pass of such an exchange combine.cu brings gradients of weights home. It sends and awaits these
+// In the backward pass of such an exchange combine.cu returns gradients of weights. It sends and awaits these
 // statuses too (LL_STATUSES), so ranks that run different ones of the two kernels refuse the step at once.
 //
 // A launch has one block for each SM that it is given, or two.
@@ -60,7 +60,7 @@ extern "C" __global__ void __launch_bounds__(raymoe::THREADS, 2)
     using Type = ROW_TYPE;
     __shared__ u64 statuses[MAX_RANKS][2];
     const CombineBeginning beginning(p);
-    const ptx::Bytes16 refusal = ptx::load_16(reinterpret_cast<const u8*>(&p.got->refusal));
+    const ptx::Bytes16 refusal = ptx::load_16(reinterpret_cast<const u8*>(&p.summary->refusal));
     const Role role(p.leaving_sms, p.arriving_sms);
     LocalReduction<Type> local_reduction(p, role.warp(), role.warps());
     FinalReduction<Type> final_reduction(p, role.warp(), role.warps());

@@ -45,14 +45,14 @@
 // same epoch; the second ends it.
 //
 // Known routing (a build with KNOWN_ROUTING): rows go to the places that an earlier dispatch of any epoch gave to its
-// rows. Its results are input: `masks` and its number of tokens for senders, `home`, offsets and counts for placement
-// blocks. They do not change. There are no counting blocks, so routing entries keep what they hold. The first placement
-// block stores this rank's pass, counts of zero and the head at every rank (passes.cuh). So `passes` and `counts` are
-// written in such epochs too, in the buffer of the epoch's parity, and read by the same epoch's placement blocks and
-// last blocks out: the argument above holds for them as for slots. Placement blocks wait for all heads, and place no
-// row if the ranks' passes differ. A rank that routes in such an epoch finds heads, and no row from the ranks whose
-// routing is known: its kernel ends, and its combine is refused, because no other rank combines a dispatch of this
-// epoch.
+// rows. Its results are input: `masks` and its number of tokens for senders, `entry_places`, offsets and counts for
+// placement blocks. They do not change. There are no counting blocks, so routing entries keep what they hold. The first
+// placement block stores this rank's pass, counts of zero and the head at every rank (passes.cuh). So `passes` and
+// `counts` are written in such epochs too, in the buffer of the epoch's parity, and read by the same epoch's placement
+// blocks and last blocks out: the argument above holds for them as for slots. Placement blocks wait for all heads, and
+// place no row if the ranks' passes differ. A rank that routes in such an epoch finds heads, and no row from the ranks
+// whose routing is known: its kernel ends, and its combine is refused, because no other rank combines a dispatch of
+// this epoch.
 //
 // Again (a build with AGAIN_ROUTED): a dispatch of a backward pass that routes its rows anew. The last counting block
 // also stores the pass, before its fence. The last block out compares.
@@ -86,8 +86,8 @@ __device__ inline bool rows_stay_stamped(const DispatchParams& p, u64 epoch) {
     const u32 entries = p.slot_tokens * p.topk;
     for (u32 i = threadIdx.x; i < p.ranks_through_slots() * entries && ok; i += THREADS) {
         const u32 source = p.peers.in_turn(i / entries), entry = i % entries, token = entry / p.topk;
-        const u8* home = p.home + (static_cast<u64>(source) * entries + entry) * 8;
-        if (token < p.got->tokens[source] && ptx::load_4(home) != NOWHERE) {
+        const u8* at = p.entry_places + (static_cast<u64>(source) * entries + entry) * 8;
+        if (token < p.summary->tokens[source] && ptx::load_4(at) != NOWHERE) {
             const u8* slot = p.slot_at(p.peers.rank, epoch & 1, source, token);
             const u64 seen = ptx::load_8(slot + p.slot_bytes - STAMP_BYTES);
             if (seen != epoch) {
@@ -110,8 +110,8 @@ __device__ inline void finish_dispatch(const DispatchParams& p, u64 epoch, bool 
         if (threadIdx.x == 0) {
             trace(p.trace, AT_ALL_AWAITED);
             if constexpr (!KNOWN) {
-                p.got->refusal = refusal_of(p, epoch);
-                p.got->number = epoch;
+                p.summary->refusal = refusal_of(p, epoch);
+                p.summary->number = epoch;
             }
             *p.taken = 0;  // read by later kernels of this stream only
             finish_run(p.operation, epoch);

@@ -303,11 +303,11 @@ extern "C" __global__ void __launch_bounds__(raymoe::THREADS, 2)
     if (threadIdx.x == 0 && !lost) {
         trace(p.trace, AT_ALL_AWAITED);
         if (ending.trouble) {
-            p.got->refusal = refusal_of(p, epoch);
+            p.summary->refusal = refusal_of(p, epoch);
         } else {
-            p.got->refusal = {CAUSE_NONE, 0, epoch};
+            p.summary->refusal = {CAUSE_NONE, 0, epoch};
         }
-        p.got->number = epoch;
+        p.summary->number = epoch;
         finish_run(p.operation, epoch);
     }
 }

@@ -40,8 +40,8 @@ def cache_folder() -> Path:
 
     Without a home directory it is in the temporary directory, under a name that has the number of the user.
     """
-    if asked := os.environ.get(CACHE_VARIABLE):
-        return Path(asked)
+    if folder_name := os.environ.get(CACHE_VARIABLE):
+        return Path(folder_name)
     if (folder := home()) is not None:
         return folder / ".cache" / "raymoe"
     return Path(os.environ.get("TMPDIR") or "/tmp", f"raymoe-cache-{os.geteuid()}")

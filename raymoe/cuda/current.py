@@ -22,7 +22,7 @@ def on(device: torch.device) -> AbstractContextManager[object]:
 
 
 def capturing(device: torch.device) -> bool:
-    """Whether the current stream of this device is being captured into a CUDA graph."""
+    """Return whether the current stream of this device is being captured into a CUDA graph."""
     if device.type != "cuda":
         return False
     import torch

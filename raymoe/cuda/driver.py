@@ -35,7 +35,7 @@ def call(name: str, *arguments: object) -> Any:
 
 
 def failure(name: str, code: Any) -> CudaError:
-    """The error for a driver function that returned this code; for callers that do not use `call`."""
+    """Return the error for a driver function that returned this code; for callers that do not use `call`."""
     driver = bindings()
     _, text = driver.cuGetErrorString(code)
     described = f"{name} failed: {code.name} ({text.decode() if text else 'no description'})"

@@ -45,7 +45,7 @@ class ErrorWord:
             raise
 
     def number(self, op: str) -> int:
-        """The number of an operation in kernel parameters; the same for the same name."""
+        """Return the number of an operation in kernel parameters; the same for the same name."""
         with self._lock:
             if op not in self._ops:
                 self._ops.append(op)
@@ -67,30 +67,30 @@ class ErrorWord:
             self._host.words[_ABORT] = 1
 
     def record(self) -> ErrorRecord | None:
-        """The record of the first failed wait, or None."""
+        """Return the record of the first failed wait, or None."""
         words = self._host.words
         if words[_RECORD] == 0:  # the code, which the GPU writes last
             return None
         return ErrorRecord(**{name: int(words[_RECORD + index]) for index, name in enumerate(_FIELDS)})
 
     def error(self) -> RaymoeError | None:
-        """The first failed wait as an exception, or None."""
-        found = self.record()
-        if found is None:
+        """Return the first failed wait as an exception, or None."""
+        record = self.record()
+        if record is None:
             return None
         with self._lock:
-            op = self._ops[found.op] if found.op < len(self._ops) else f"operation {found.op}"
+            op = self._ops[record.op] if record.op < len(self._ops) else f"operation {record.op}"
             reason = self._reason
-        if found.code == FAILURE_ABORTED:
+        if record.code == FAILURE_ABORTED:
             rank = f"rank {self.rank}" if self.rank >= 0 else "this rank"
-            return Aborted(f"{rank} was told to stop in {op}: {reason}", found.peer)
-        if found.code == FAILURE_STALE:
+            return Aborted(f"{rank} was told to stop in {op}: {reason}", record.peer)
+        if record.code == FAILURE_STALE:
             return RaymoeError(
-                f"{op} {found.expected} on rank {self.rank} read a slot of rank {found.peer} that held the row of "
-                f"{found.seen}: the protocol is broken, and results before this one may be wrong too"
+                f"{op} {record.expected} on rank {self.rank} read a slot of rank {record.peer} that held the row of "
+                f"{record.seen}: the protocol is broken, and results before this one may be wrong too"
             )
-        waited_s = found.waited_ns / 1e9
-        return PeerTimeout(op, found.epoch, found.peer, found.expected, found.seen, waited_s, self.rank)
+        waited_s = record.waited_ns / 1e9
+        return PeerTimeout(op, record.epoch, record.peer, record.expected, record.seen, waited_s, self.rank)
 
     def check(self) -> None:
         """Raise if a wait has failed."""

@@ -17,7 +17,7 @@ LAST_DEFAULT_STREAM = 2
 
 
 def architecture(capability: tuple[int, int]) -> str:
-    """The architecture to compile for. From Hopper on it includes the features of exactly this architecture.
+    """Return the architecture to compile for. From Hopper on it includes the features of exactly this architecture.
 
     >>> architecture((9, 0)), architecture((10, 0)), architecture((8, 6))
     ('sm_90a', 'sm_100a', 'sm_86')
@@ -53,9 +53,9 @@ class Gpu:
     def open(cls, ordinal: int = 0) -> Gpu:
         """Open a GPU by its number among the GPUs that this process sees."""
         call("cuInit", 0)
-        found = call("cuDeviceGetCount")
-        if not 0 <= ordinal < found:
-            raise CudaError(f"GPU {ordinal} asked for; this process sees {found}, numbered from 0")
+        count = call("cuDeviceGetCount")
+        if not 0 <= ordinal < count:
+            raise CudaError(f"GPU {ordinal} asked for; this process sees {count}, numbered from 0")
         device = call("cuDeviceGet", ordinal)
         kinds = bindings().CUdevice_attribute
 
@@ -99,7 +99,7 @@ class Gpu:
             call("cuCtxPopCurrent")
 
     def is_current(self) -> bool:
-        """Whether this GPU's context is the calling thread's already. Cheaper than a push and a pop."""
+        """Return whether this GPU's context is the calling thread's already. Cheaper than a push and a pop."""
         code, context = self.get_current()
         return not code and int(context) == self.address
 
@@ -116,7 +116,7 @@ class Gpu:
             yield
 
     def green_context(self) -> int:
-        """The address of the calling thread's context if it is another context of this GPU, else 0."""
+        """Return the address of the calling thread's context if it is another context of this GPU, else 0."""
         _, context = self.get_current()
         if int(context) in (0, self.address) or int(call("cuCtxGetDevice")) != self.ordinal:
             return 0
@@ -156,7 +156,7 @@ class HostWords:
         self._closed = False
 
     def device_address(self, index: int = 0) -> int:
-        """The address of a word on the GPU."""
+        """Return the address of a word on the GPU."""
         return self._device_address + index * 8
 
     @property

@@ -32,7 +32,7 @@ _INCLUDE = re.compile(r'^[ \t]*#[ \t]*include[ \t]*([<"])([^>"\n]+)[>"]', re.MUL
 
 @dataclass
 class Headers:
-    """The headers that were found, and the names that were not."""
+    """Headers that a source includes, and the names for which there is no file."""
 
     texts: dict[Path, str] = field(default_factory=dict)
     missing: set[str] = field(default_factory=set)
@@ -45,7 +45,7 @@ def included(text: str, folders: Sequence[Path]) -> Headers:
     changes more often than needed, which is safe. For the same reason a missing header is no error here: the compiler
     reports it if it matters.
     """
-    found = Headers()
+    headers = Headers()
     waiting = [(text, list(folders))]
     while waiting:
         content, search = waiting.pop()
@@ -53,11 +53,11 @@ def included(text: str, folders: Sequence[Path]) -> Headers:
             places = search if bracket == '"' else folders
             path = next((folder / name for folder in places if (folder / name).is_file()), None)
             if path is None:
-                found.missing.add(name)
-            elif (path := path.resolve()) not in found.texts:
-                found.texts[path] = path.read_text(encoding="utf-8", errors="surrogateescape")
-                waiting.append((found.texts[path], [path.parent, *folders]))
-    return found
+                headers.missing.add(name)
+            elif (path := path.resolve()) not in headers.texts:
+                headers.texts[path] = path.read_text(encoding="utf-8", errors="surrogateescape")
+                waiting.append((headers.texts[path], [path.parent, *folders]))
+    return headers
 
 
 # Compiled kernels on disk, shared by all processes of a user.
@@ -182,10 +182,10 @@ class Compiler:
     """Compiles the sources of one folder. Safe from any thread."""
 
     def __init__(self, folder: Path | None = None, cubins: Cubins | None = None) -> None:
-        found = folder or packaged_folder("kernels")
-        if found is None:
+        kernels = folder or packaged_folder("kernels")
+        if kernels is None:
             raise RaymoeError("the folder kernels/ is missing from this installation of raymoe; install it again")
-        self.folder = found
+        self.folder = kernels
         self._cubins = cubins or Cubins.from_environment()
         self._lock = threading.Lock()
         self._compiled: dict[str, Future[Compiled]] = {}
@@ -193,7 +193,7 @@ class Compiler:
         """How many times this object has run NVRTC."""
 
     def compiled(self, source: KernelSource, arch: str) -> Compiled:
-        """The code of a source for an architecture such as sm_90a: from this process, from disk, or compiled now."""
+        """Return the code of a source for an architecture such as sm_90a: known, from disk, or compiled now."""
         unit = self._unit(source, arch)
         with self._lock:
             future = self._compiled.get(unit.key)
@@ -284,7 +284,7 @@ def compile_unit(unit: _Unit) -> Compiled:
         define_macro=list(unit.source.defines) or None,
         **_FLAGS,
     )
-    flags = " ".join(each.decode() for each in options.as_bytes("nvrtc"))
+    flags = " ".join(flag.decode() for flag in options.as_bytes("nvrtc"))
     command = f"nvrtc {'.'.join(map(str, nvrtc_version()))} {flags} {unit.path}"
     log = io.StringIO()
     program = None
@@ -308,7 +308,7 @@ def compile_unit(unit: _Unit) -> Compiled:
 
 
 def nvrtc_version() -> tuple[int, int]:
-    """The version of the NVRTC that this process loads."""
+    """Return the version of the NVRTC that this process loads."""
     try:
         with _IMPORTING:
             from cuda.bindings import nvrtc
@@ -325,7 +325,7 @@ def nvrtc_version() -> tuple[int, int]:
 
 
 def _ptx(program: Any) -> str:
-    """The program's PTX, which NVRTC keeps beside the machine code; empty if it cannot be had."""
+    """Return the program's PTX, which NVRTC keeps beside the machine code; empty if it cannot be had."""
     from cuda.bindings import nvrtc
 
     code, nbytes = nvrtc.nvrtcGetPTXSize(program.handle)
@@ -336,13 +336,13 @@ def _ptx(program: Any) -> str:
 
 
 def _toolkit_headers() -> Path | None:
-    """The folder of CUDA's own headers (cuda_bf16.h), from pip's nvidia-cuda-runtime or a toolkit; None if missing."""
+    """Return the folder of CUDA's headers (cuda_bf16.h), of nvidia-cuda-runtime or of a toolkit; None if missing."""
     try:
         from cuda.pathfinder import find_nvidia_header_directory
     except ImportError:
         return None
-    found = find_nvidia_header_directory("cudart")
-    return Path(found) if found else None
+    folder = find_nvidia_header_directory("cudart")
+    return Path(folder) if folder else None
 
 
 _SHARED_LOCK = threading.Lock()
@@ -350,7 +350,7 @@ _shared: Compiler | None = None
 
 
 def shared_compiler() -> Compiler:
-    """The compiler that all callers in this process share, so that each kernel is compiled once.
+    """Return the compiler that all callers in this process share, so that each kernel is compiled once.
 
     It reads RAYMOE_CACHE_DIR only when it is made.
     """

@@ -36,10 +36,10 @@ class Function:
         return self.gpu.shared_bytes - self.static_shared
 
     def resident_blocks(self, threads: int, shared_bytes: int) -> int:
-        """The number of blocks of such a launch that an idle GPU holds at once."""
+        """Return the number of blocks of such a launch that an idle GPU holds at once."""
         with self.gpu.current():
-            each = call("cuOccupancyMaxActiveBlocksPerMultiprocessor", self.handle, threads, shared_bytes)
-        return int(each) * self.gpu.sms
+            blocks_of_sm = call("cuOccupancyMaxActiveBlocksPerMultiprocessor", self.handle, threads, shared_bytes)
+        return int(blocks_of_sm) * self.gpu.sms
 
 
 class Kernels:
@@ -56,7 +56,7 @@ class Kernels:
         self._functions: dict[tuple[str, str], Function] = {}
 
     def function(self, source: KernelSource, name: str | None = None) -> Function:
-        """The kernel `name` of a source, compiled and loaded if it is not yet. The default is the file's name."""
+        """Compile and load a source if it is not yet, and return its kernel `name`, by default the file's name."""
         name = name or source.stem
         compiled = self.compiler.compiled(source, self.gpu.arch)
         with self._lock, self.gpu.current():
@@ -118,7 +118,7 @@ Field: TypeAlias = "int | torch.Tensor | None"
 
 
 def value_of(field: Field) -> int:
-    """The value of a field as the kernel gets it.
+    """Return the value of a field as the kernel gets it.
 
     >>> value_of(None), value_of(7)
     (0, 7)

@@ -1,4 +1,4 @@
-"""What an exchange takes from its GPU: launches, words of the host, memory, copies, and the order of streams.
+"""All that an exchange takes from its GPU: launches, words of the host, memory, copies, and the order of streams.
 
 Backends touch the GPU through a `Launcher` alone. So the emulator, which runs kernels on the CPU, needs no more than a
 launcher of its own (tests/emulator/ranks.py).
@@ -44,7 +44,7 @@ class Launcher:
         return Launch(self._kernels.function(source), shape, params, addresses=addresses, memory=memory)
 
     def resident(self, source: KernelSource, shape: Shape) -> int:
-        """The number of blocks of this shape that the GPU holds at once."""
+        """Return the number of blocks of this shape that the GPU holds at once."""
         return self._kernels.function(source).resident_blocks(shape.threads, shape.shared_bytes)
 
     @contextmanager

@@ -49,7 +49,7 @@ BINDINGS = (NvmlBinding("cuda.bindings.nvml", 0, "NvmlError", "bus_id"), NvmlBin
 
 
 def nvlinked(first: str, second: str) -> bool:
-    """Whether two GPUs, given by UUID, reach one another over NVLink, as NVML reports. A GPU reaches itself.
+    """Return whether two GPUs, given by UUID, reach one another over NVLink, as NVML reports. A GPU reaches itself.
 
     False if NVML is missing or fails, or if it does not know one of the GPUs (a container may hide it).
     """
@@ -82,8 +82,8 @@ class Library:
         links = [self._links(handle) for handle in handles]
         buses = [self._bus(self.ask("pci", handle)) for handle in handles]
         rows = [
-            [self._between(handles, links, buses, (mine, other)) for other in range(len(handles))]
-            for mine in range(len(handles))
+            [self._between(handles, links, buses, (one, other)) for other in range(len(handles))]
+            for one in range(len(handles))
         ]
         return {
             "driver": self.ask("driver"),
@@ -92,7 +92,7 @@ class Library:
         }
 
     def nvlinked(self, first: str, second: str) -> bool:
-        """Whether peer access between two GPUs, given by UUID, goes over NVLink."""
+        """Return whether peer access between two GPUs, given by UUID, goes over NVLink."""
         self.ask("init")
         pair = [self.ask("handle_of", f"GPU-{uuid.removeprefix('GPU-')}") for uuid in (first, second)]
         return int(self.ask("p2p", *pair, _P2P_NVLINK)) == _P2P_OK
@@ -125,13 +125,13 @@ class Library:
         return None if version is None else _NVLINK.get(int(version))
 
     def _links(self, handle: Any) -> list[tuple[int | None, str]]:
-        """The other end of each active link: the kind of device, and its place on the PCI bus."""
-        found = []
+        """Return the other end of each active link: the kind of device, and its place on the PCI bus."""
+        ends = []
         for link in range(_MOST_LINKS):
             if self.maybe("link_state", handle, link):
                 kind, pci = self.maybe("link_kind", handle, link), self.maybe("link_pci", handle, link)
-                found.append((None if kind is None else int(kind), "" if pci is None else self._bus(pci)))
-        return found
+                ends.append((None if kind is None else int(kind), "" if pci is None else self._bus(pci)))
+        return ends
 
     def _bus(self, pci: Any) -> str:
         bus_id = getattr(pci, self._bus_id)
@@ -140,12 +140,12 @@ class Library:
     def _between(
         self, handles: list[Any], links: list[list[tuple[int | None, str]]], buses: list[str], pair: tuple[int, int]
     ) -> str:
-        mine, other = pair
-        if mine == other:
+        one, other = pair
+        if one == other:
             return "X"
         switched = [sum(kind == _SWITCH for kind, _ in links[end]) for end in pair]
-        direct = sum(bus == buses[other] for _, bus in links[mine])
+        direct = sum(bus == buses[other] for _, bus in links[one])
         if count := min(switched) or direct:
             return f"NV{count}"
-        level = self.maybe("ancestor", handles[mine], handles[other])
+        level = self.maybe("ancestor", handles[one], handles[other])
         return "?" if level is None else _LEVELS.get(int(level), "?")

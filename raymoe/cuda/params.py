@@ -63,7 +63,7 @@ class Params:
         cls._struct = type(cls.__name__, (ctypes.Structure,), {"_fields_": described})
 
     def packed(self) -> ctypes.Structure:
-        """The C struct with these values. Every value is checked, because ctypes would truncate 4 GiB to 0."""
+        """Return the C struct with these values. Every value is checked, because ctypes would truncate 4 GiB to 0."""
         return self._struct(*(_value(self, name, kind) for name, kind in self._kinds.items()))
 
     @classmethod
@@ -72,7 +72,7 @@ class Params:
 
     @classmethod
     def array(cls, count: int) -> type[Any]:
-        """The C type of an array of `count` of these.
+        """Return the C type of an array of `count` of these.
 
         >>> Watched = dataclass(frozen=True)(type("Watched", (Params,), {"__annotations__": {"at": U64}}))
         >>> ctypes.sizeof(Watched.array(3))
@@ -82,18 +82,18 @@ class Params:
 
     @classmethod
     def offsets(cls) -> dict[str, int]:
-        """The offset of each field. Fields of inner structs are included, by dotted names."""
-        found: dict[str, int] = {}
+        """Return the offset of each field. Fields of inner structs are included, by dotted names."""
+        offsets: dict[str, int] = {}
         for name, kind in cls._kinds.items():
             begin = getattr(cls._struct, name).offset
-            found[name] = begin
+            offsets[name] = begin
             if issubclass(kind, Params):
-                found |= {f"{name}.{inner}": begin + offset for inner, offset in kind.offsets().items()}
-        return found
+                offsets |= {f"{name}.{inner}": begin + offset for inner, offset in kind.offsets().items()}
+        return offsets
 
     @classmethod
     def place(cls, name: str) -> tuple[int, int]:
-        """The offset and the bytes of a field by its path, which may go through inner structs and arrays.
+        """Return the offset and the bytes of a field by its path, which may go through inner structs and arrays.
 
         >>> Watched = dataclass(frozen=True)(type("Watched", (Params,), {"__annotations__": {"at": U64, "bytes": U32}}))
         >>> pair = Annotated[tuple[Watched, ...], Watched.array(2)]
@@ -114,7 +114,7 @@ class Params:
 
     @classmethod
     def layout_check(cls) -> str:
-        """C++ code that compiles only if the C struct has the same layout.
+        """Return C++ code that compiles only if the C struct has the same layout.
 
         NVRTC 13.0 has no offsetof. Instead, a kernel tests each offset by conditions that are constant. A false offset
         leaves a call of an undefined function, which ptxas names: `CopyParams_bytes_is_not_at_byte_16`.
@@ -160,7 +160,7 @@ def _value(params: Params, name: str, ctype: Any) -> Any:
         short = issubclass(ctype._type_, ctypes.Structure) and len(value) < ctype._length_  # the rest is zero
         if len(value) != ctype._length_ and not short:
             raise ConfigError(f"{where} has {len(value)} elements; it holds {ctype._length_}")
-        packed = [each.packed() if isinstance(each, Params) else _checked(where, each, ctype._type_) for each in value]
+        packed = [item.packed() if isinstance(item, Params) else _checked(where, item, ctype._type_) for item in value]
         return ctype(*packed)
     return _checked(where, value, ctype)
 

@@ -134,29 +134,29 @@ class StreamOrder:
             )
 
     def _may_still_run(self) -> bool:
-        """Whether the last eager operation may still run."""
+        """Return whether the last eager operation may still run."""
         with relaxed_capture_mode():  # a query of an event would break a capture in the global mode
             code, *_ = bindings().cuEventQuery(self._done)
         return bool(code)
 
     def _refuse_too_many_sms(self, op: str, stream: int, capture: int, sms: int) -> None:
         """Refuse an operation that may run at the same time as one of another workspace, and find too few SMs."""
-        mine, most = self._stream_sms[stream], self._gpu.sms
+        own_sms, gpu_sms = self._stream_sms[stream], self._gpu.sms
         total = sms
         for reference in list(self._orders.values()):
             other = reference()
             if other is None or other is self or not other._may_run_beside(stream, capture):
                 continue
-            theirs = other._stream_sms[other._last_stream(capture)]
-            if mine + theirs <= most:
+            other_sms = other._stream_sms[other._last_stream(capture)]
+            if own_sms + other_sms <= gpu_sms:
                 continue  # two green contexts that share no SM
             total += other._most_sms
-            if total > max(mine, theirs):
-                each = max(2, max(mine, theirs) // 2)
+            if total > max(own_sms, other_sms):
+                half = max(2, max(own_sms, other_sms) // 2)
                 raise ConfigError(
                     f"{op} takes {sms} SMs while an exchange on another stream may hold {total - sms} of the "
-                    f"{max(mine, theirs)} SMs: each could wait for ever for the other; make both with "
-                    f"sms={each}, or share one workspace, which puts them in order"
+                    f"{max(own_sms, other_sms)} SMs: each could wait for ever for the other; make both with "
+                    f"sms={half}, or share one workspace, which puts them in order"
                 )
 
     def _may_run_beside(self, stream: int, capture: int) -> bool:
@@ -170,13 +170,13 @@ class StreamOrder:
         return stream
 
     def _stream_id_of(self, stream: int) -> int:
-        """A unique number for a stream: each context has a default stream 0 of its own."""
+        """Return a unique number for a stream: each context has a default stream 0 of its own."""
         if stream > LAST_DEFAULT_STREAM or self._gpu.is_current():
             return stream
         return self._gpu.green_context() or stream
 
     def _sms_of(self, stream: int) -> int:
-        """SMs that kernels on this stream may use: fewer than the GPU has if it is in a green context."""
+        """Return the SMs that kernels on this stream may use: fewer than the GPU has if it is in a green context."""
         with self._gpu.current_for(stream):
             green = call("cuStreamGetGreenCtx", stream)
             if not int(green):

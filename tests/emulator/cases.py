@@ -132,14 +132,14 @@ RUNS = {
         f"{kind}, {steps} steps a piece": Run(kind, 3, long_pieces, form, {"hidden": 1024 * steps - 24, "tokens": 7})
         for kind, form, steps in (("fused", "pairs", 2), ("fused", "whole", 5), ("staged", "pairs", 3))
     },
-    "fused, float32 home as bfloat16": Run(
+    "fused, float32 returned as bfloat16": Run(
         "fused", 3, spec={"hidden": 20, "dtype": "float32", "wire": {"combine": "bfloat16"}}
     ),
-    "staged, float32 home as float16, pieces": Run(
+    "staged, float32 returned as float16, pieces": Run(
         "staged", shape=None, spec={"hidden": 1500, "dtype": "float32", "wire": {"combine": "float16"}, "tokens": 5}
     ),
-    "fused, bfloat16 home as float32": Run("fused", spec={"hidden": 1000, "wire": {"combine": "float32"}}),
-    "fused, fp8 there, float16 home as bfloat16": Run(
+    "fused, bfloat16 returned as float32": Run("fused", spec={"hidden": 1000, "wire": {"combine": "float32"}}),
+    "fused, fp8 there, float16 returned as bfloat16": Run(
         "fused", spec={"hidden": 264, "dtype": "float16", "wire": {"dispatch": FP8, "combine": "bfloat16"}, "tokens": 9}
     ),
     **{

@@ -101,8 +101,8 @@ INJECTED_BUGS = {
     "known routing leaves a refusal": _injected(
         "fused",
         "dispatch.cu",
-        "if constexpr (!KNOWN) {\n                p.got",
-        "if (true) {\n                p.got",
+        "if constexpr (!KNOWN) {\n                p.summary",
+        "if (true) {\n                p.summary",
         form="known",
     ),
     "known routing goes to the ranks of another token": _injected(

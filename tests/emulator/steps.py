@@ -33,7 +33,7 @@ class Steps:
     """Ranks that launch nothing."""
     results: list[list[Result]] = field(default_factory=list)
     known: list[tuple[int, int, float, torch.Tensor]] = field(default_factory=list)
-    """Of each dispatch of known routing its step, its rank, the factor of its rows, and the rows that arrived."""
+    """The dispatches of known routing: step, rank, factor of the rows, and the rows that arrived."""
     _later: dict[int, Callable[[], object]] = field(default_factory=dict)
 
     def enqueue(self, step: int, form: str = "whole", change: Callable[[int, Batch], object] | None = None) -> None:
@@ -93,12 +93,11 @@ class Steps:
 
         def known(factor: float) -> None:
             if form.startswith("known") and backend.keeps_places:
-                rows, home = backend.new((case.spec.rows(case.ranks), spec.hidden), dtype, "known rows"), got._saved
-                assert isinstance(home, SavedMetadata)
-                kept: list[torch.Tensor] = []
-                self.emulator.call(rank, lambda: kept.append(home.memory.clone()))
+                rows = backend.new((case.spec.rows(case.ranks), spec.hidden), dtype, "known rows")
+                saved, before = got.saved(SavedMetadata), list[torch.Tensor]()
+                self.emulator.call(rank, lambda: before.append(saved.memory.clone()))
                 backend.dispatch_known(batch.x / factor, got, rows)
-                self.emulator.call(rank, lambda: _check_unchanged(kept.pop(), home.memory))
+                self.emulator.call(rank, lambda: _check_unchanged(before.pop(), saved.memory))
                 self.known.append((step, rank, factor, rows))
 
         def combine() -> None:

@@ -103,11 +103,11 @@ class Case:
     fault: Fault | None = None
     senders: int = 1  # blocks that push rows
     warps: int = 1  # of each
-    routers: int = 1  # 0: heads announce nothing and there are no routing entries, so that large cases are possible
+    counting_blocks: int = 1  # 0: heads announce nothing, and there are no routing entries: for large cases
     domains: int = 1  # of as many ranks each, whose rails are modelled. 1: rows of other domains come at any time
     chunk: int = 1  # rows of a chunk, of all domains
     layout: str = "expert"
-    own: str = ""  # a rank's own rows: "" none, "slots" through slots (fp8), "copied" by placers
+    own: str = ""  # a rank's own rows: "" none, "slots" through slots (fp8), "copied" by placement blocks
     refused: tuple[tuple[int, int], ...] = ()  # (rank, dispatch): by the counts, the rows do not fit there
     mixed: tuple[tuple[int, int, int], ...] = ()  # (rank, combine, dispatch): not the program's dispatch
     timeouts: bool = False  # whether every wait may fail

@@ -55,10 +55,10 @@ class ChunkedKernel(WordKernel):
         wait = self._numbered(Step(Act.WAIT, self.memory["chunk", self.rank, chunk]))
         return [read, wait] if self.has_fault(Fault.CHUNK_UNFENCED) else [wait, read]
 
-    def has_own_placer(self) -> bool:
+    def has_own_placement_block(self) -> bool:
         return self.case.own == "copied"
 
-    def own_placer(self, thread: int) -> Iterator[Step]:
+    def own_placement_block(self, thread: int) -> Iterator[Step]:
         """Read this rank's own rows from x. With layout rank, and routing that is not known, copy them into slots."""
         yield from self.heads()
         if self.refuses():

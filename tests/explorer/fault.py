@@ -8,7 +8,7 @@ class Fault(Enum):
 
     ROWS_AFTER_WORD = "a warp announces rows that have not landed"
     HEAD_BEFORE_COUNTS = "the head word leaves before the counts, or the status, have landed"
-    RELAXED_TICKET = "the last router releases its own counts only, not those of the other routers"
+    RELAXED_TICKET = "the last counting block releases its own counts only, not those of the other counting blocks"
     SINGLE_BUFFER = "both parities use one buffer"
     BAKED_EPOCH = "the host passes the epoch, so a graph repeats the epoch of its capture"
     SHARED_EPOCH = "dispatch and combine share one epoch"
@@ -31,7 +31,7 @@ class Fault(Enum):
 
     # A rank's own rows.
     OWN_UNHEARD = "a rank does not wait for its own rows that come through slots"
-    OWN_UNAWAITED = "a dispatch ends before its placers' copies into its own slots have landed"
+    OWN_UNAWAITED = "a dispatch ends before its placement blocks' copies into its own slots have landed"
 
     # Data that is refused.
     STATUS_BEFORE_COUNTS = "a rank sends its status before it has the counts"

@@ -16,8 +16,14 @@ _STUCK = "no thread can go on; "
 
 def _cases(fault: Fault, ranks: int) -> Callable[..., Case]:
     def case(program: str, **fields: object) -> Case:
-        routers = 1 if ranks == 2 else 0
-        usual = {"ranks": ranks, "program": program, "routings": (full(ranks),), "routers": routers, "fault": fault}
+        counting_blocks = 1 if ranks == 2 else 0
+        usual = {
+            "ranks": ranks,
+            "program": program,
+            "routings": (full(ranks),),
+            "counting_blocks": counting_blocks,
+            "fault": fault,
+        }
         return Case(**usual | fields)
 
     return case
@@ -37,8 +43,8 @@ def injected_bug(fault: Fault, ranks: int) -> InjectedBug:
     refused = {"refused": ((1, 1),)}
     return {
         Fault.ROWS_AFTER_WORD: (case("D C"), f"row .*{_NEVER}"),
-        Fault.HEAD_BEFORE_COUNTS: (case("D", routers=1, routings=(empty(ranks),)), f"published .*{_NEVER}"),
-        Fault.RELAXED_TICKET: (case("D", routers=2, routings=(empty(ranks),)), f"published 1 .*{_NEVER}"),
+        Fault.HEAD_BEFORE_COUNTS: (case("D", counting_blocks=1, routings=(empty(ranks),)), f"published .*{_NEVER}"),
+        Fault.RELAXED_TICKET: (case("D", counting_blocks=2, routings=(empty(ranks),)), f"published 1 .*{_NEVER}"),
         Fault.SINGLE_BUFFER: (case("D D D"), r"parity 0 = operation (\d); it needs operation (?!\1)"),
         Fault.BAKED_EPOCH: (case("D D D", calls=("err",) * ranks), r"operation (\d); it needs operation (?!\1)"),
         Fault.SHARED_EPOCH: (case("D C U1 D C U2", layout="rank"), f"use 1, use: READS .*{_STALE}"),
@@ -57,7 +63,10 @@ def injected_bug(fault: Fault, ranks: int) -> InjectedBug:
             case("D U1", senders=2, routings=(two_rows,), layout="rank"),
             f"use 1, use: READS dispatch row . .*{_NEVER}",
         ),
-        Fault.TAKEN_KEPT: (case("D D", warps=2, routings=(two_rows,)), f"{_STUCK}.*dispatch 2, placer of 0: waits"),
+        Fault.TAKEN_KEPT: (
+            case("D D", warps=2, routings=(two_rows,)),
+            f"{_STUCK}.*dispatch 2, placement block of 0: waits",
+        ),
         Fault.PACKED_EARLY: (case("BT BP BC BA BR BT BP BC BA BR"), _STALE),
         Fault.COPIED_FROM_X: (case("BT BP BC BA BR BT BP BC BA BR", routings=(one_row,), timeouts=True), _STALE),
         Fault.UNPOISONED: (case("D D D", routings=(one_row,), timeouts=True), _FULL),
@@ -97,7 +106,7 @@ def injected_bug(fault: Fault, ranks: int) -> InjectedBug:
         Fault.LINE_IN_GRANULES: (case("FD"), f"granule 0 .*{_NEVER}"),
         # Dispatch 1 does not fit on rank 1, so no thread polls its line there.
         Fault.UNORDERED_LINES: (
-            case("FD FD FD", routings=(two_rows,), routers=0, **refused),
+            case("FD FD FD", routings=(two_rows,), counting_blocks=0, **refused),
             f"{_STUCK}.*rank 1, dispatch in lines 3.*sees dispatch line . .*epoch 1",
         ),
     }[fault]
@@ -132,18 +141,18 @@ def _injected_in_chunks(fault: Fault, ranks: int) -> dict[Fault, InjectedBug]:
             case("X D", routings=(one_row,)),
             f"{_STUCK}.*dispatch 1, sender warp 0: waits for word of",
         ),
-        # A domain for each rank: a placer reads its own row, and only the rail keeps the ranks together.
+        # A domain for each rank: a placement block reads its own row, and only the rail keeps the ranks together.
         Fault.RAIL_UNASKED: (
             case("X D X D", routings=(alone,), domains=ranks, chunk=ranks, own="copied"),
-            rf"dispatch 1, placer of own rows: READS x row \d of rank \d = {_STALE}",
+            rf"dispatch 1, placement block of own rows: READS x row \d of rank \d = {_STALE}",
         ),
         Fault.ABORT_ANNOUNCED: (case("X D", routings=(one_row,), timeouts=True), never),
         Fault.ABORT_BEFORE_WORD: (case("X D", routings=(one_row,), timeouts=True), never),
     }
 
 
-def injected_in_placers() -> dict[Fault, InjectedBug]:
-    """The same for a placer, which also reads rows of x: those of its own rank. One rank is enough."""
+def injected_in_placement_blocks() -> dict[Fault, InjectedBug]:
+    """Return such bugs for a placement block, which also reads rows of x: those of its own rank. One rank is enough."""
     one_row: Routing = (((0,),),)
     two_rows: Routing = (((0,), (0,)),)
     first_row: Routing = (((0,), ()),)
@@ -157,7 +166,7 @@ def injected_in_placers() -> dict[Fault, InjectedBug]:
         Fault.CHUNK_RESET: ("X D X D", {"routings": (first_row, two_rows)}, "operation 1; it needs operation 2"),
         Fault.CROSSING_EARLY: ("X D X D", {}, _STALE),
         Fault.RAIL_UNJOINED: ("X D X D", {"routings": (first_row, two_rows)}, "operation 1; it needs operation 2"),
-        Fault.CROSSING_AFTER: ("X D", {}, f"{_STUCK}.*placer of own rows: waits for word of chunk 0"),
+        Fault.CROSSING_AFTER: ("X D", {}, f"{_STUCK}.*placement block of own rows: waits for word of chunk 0"),
         Fault.ABORT_ANNOUNCED: ("X D", {"timeouts": True}, _NEVER),
         Fault.ABORT_BEFORE_WORD: ("X D", {"timeouts": True}, _NEVER),
     }
@@ -205,7 +214,7 @@ def injected_in_lines(ranks: int) -> dict[Fault, InjectedBug]:
         Fault.LINE_IN_GRANULES: ("D FC", {}, f"combine granule 0 .*{_NEVER}"),
         Fault.UNORDERED_LINES: (
             "D D FC1 FC2 FC2",
-            {"routings": (((), ((0,),), *empty(ranks)[2:]),), "routers": 0, "refused": ((1, 1),)},
+            {"routings": (((), ((0,),), *empty(ranks)[2:]),), "counting_blocks": 0, "refused": ((1, 1),)},
             f"{_STUCK}.*rank 1, combine in lines 3.*sees combine line . .*epoch 1",
         ),
     }
@@ -220,7 +229,7 @@ def injected_in_known(ranks: int) -> dict[Fault, InjectedBug]:
     overwritten = r"operation (\d); it needs operation (?!\1)"
     made = {
         Fault.ROWS_AFTER_WORD: ("D K", {"routings": (one_row,)}, _NEVER),
-        Fault.HEAD_BEFORE_COUNTS: ("D K", {"routings": (empty(ranks),), "routers": 1}, f"published .*{_NEVER}"),
+        Fault.HEAD_BEFORE_COUNTS: ("D K", {"routings": (empty(ranks),), "counting_blocks": 1}, f"published .*{_NEVER}"),
         Fault.SINGLE_BUFFER: ("D K K", {}, f"parity 0 = {overwritten}"),
         Fault.BAKED_EPOCH: (
             "D K K",

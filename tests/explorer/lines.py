@@ -16,7 +16,7 @@ class LineKernel(Kernel):
         roles: Roles = {}
         if self.sends_words():
             if self.launch.kind == "dispatch":
-                roles["router"] = [*self._counts(), *self._routing_entries()]
+                roles["counting block"] = [*self._counts(), *self._routing_entries()]
             else:
                 roles["status sender"] = [
                     self.with_refusal(self.line("status", peer, 0)) for peer in self.word_receivers()
@@ -24,7 +24,7 @@ class LineKernel(Kernel):
             roles["sender"] = self.unless_refused(list(self._rows()))
         for peer in self.peers:
             if self.launch.kind == "dispatch":
-                roles[f"placer of {peer}"] = list(self._placer(peer))
+                roles[f"placement block of {peer}"] = list(self._placement_block(peer))
             else:
                 roles[f"final reduction of {peer}"] = list(self._final_reduction(peer))
         # The threads have polled every line and word that the kernel must wait for.
@@ -38,7 +38,7 @@ class LineKernel(Kernel):
 
     def _routing_entries(self) -> Iterator[Step]:
         """For each token and rank: whether the token goes there."""
-        for token in range(len(self.routing[self.rank]) if self.case.routers else 0):
+        for token in range(len(self.routing[self.rank]) if self.case.counting_blocks else 0):
             yield from (self.line("routing entry", peer, token) for peer in self.word_receivers())
 
     def _rows(self) -> Iterator[Step]:
@@ -48,11 +48,11 @@ class LineKernel(Kernel):
                     yield self.store("granule", peer, token)
                 yield self.line("line", peer, token)
 
-    def _placer(self, peer: int) -> Iterator[Step]:
-        """Each placer waits for all counts. Where rows do not fit, it polls neither lines nor routing entries."""
+    def _placement_block(self, peer: int) -> Iterator[Step]:
+        """Each of them waits for all counts. Where rows do not fit, it polls neither lines nor routing entries."""
         yield self.poll("count", self.awaited_peers(), 0)
         for token in range(0 if self.refuses() else len(self.routing[peer])):
-            if self.case.routers and peer in self.awaited_peers():
+            if self.case.counting_blocks and peer in self.awaited_peers():
                 yield self.poll("routing entry", [peer], token)
             if token in self.rows(peer, self.rank):
                 yield from self._row(peer, token)

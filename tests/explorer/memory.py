@@ -76,7 +76,8 @@ class Memory:
     def _add_slots(self) -> None:
         for kind in KINDS:
             parts = [("row", token) for token in range(self._case.tokens)]
-            self._add_buffers(kind, parts + [("published", router) for router in range(max(self._case.routers, 1))])
+            blocks = range(max(self._case.counting_blocks, 1))
+            self._add_buffers(kind, parts + [("published", block) for block in blocks])
 
     def _add_blocks(self) -> None:
         """Slots that copies write, and at their writer those that copies read. They have one buffer."""
@@ -108,7 +109,7 @@ class Memory:
 
     def _add_lines(self) -> None:
         lines = [("line", token) for token in range(self._case.tokens)]
-        entries = [("routing entry", token) for token in range(self._case.tokens if self._case.routers else 0)]
+        entries = [("routing entry", token) for token in range(self._case.tokens if self._case.counting_blocks else 0)]
         self._add_buffers("dispatch", [("count", 0), *entries, *lines])
         self._add_buffers("combine", [("status", 0), *lines])
 

@@ -1,8 +1,8 @@
 """The protocol as the steps of all threads that take part.
 
-A thread of the model stands for a part of a kernel: a warp that sends rows, a router, a placer, the last block out.
-words.py has the path with words, lines.py the LL path. blocks.py and chunks.py have the differences where rows go by
-the copy engine, and where they come in chunks.
+A thread of the model stands for a part of a kernel: a warp that sends rows, a counting block, a placement block, the
+last block out. words.py has the path with words, lines.py the LL path. blocks.py and chunks.py have the differences
+where rows go by the copy engine, and where they come in chunks.
 `docs/protocol.md` describes the same protocol, and the kernels implement it.
 """
 

@@ -22,11 +22,11 @@ class WordKernel(Kernel):
         if self.launch.sends_metadata and self.sends_words():
             self._add_metadata_senders(roles)
         if self.launch.receives:
-            role = "placer" if self.launch.kind == "dispatch" else "final reduction"
+            role = "placement block" if self.launch.kind == "dispatch" else "final reduction"
             for peer in self.peers:
                 roles[f"{role} of {peer}"] = list(self._reader(peer))
-            if self.has_own_placer():
-                roles["placer of own rows"] = list(self.own_placer(self.first + len(roles)))
+            if self.has_own_placement_block():
+                roles["placement block of own rows"] = list(self.own_placement_block(self.first + len(roles)))
         roles["out"] = list(self._out(len(roles)))
         return roles
 
@@ -116,9 +116,9 @@ class WordKernel(Kernel):
     # ---- metadata ----------------------------------------------------------------------------------------------------
 
     def _add_metadata_senders(self, roles: Roles) -> None:
-        """Add the routers of a dispatch, or the one thread of a combine that sends its rank's status."""
+        """Add the counting blocks of a dispatch, or the one thread of a combine that sends its rank's status."""
         senders = tuple(self.first + len(roles) + each for each in range(self._parts()))
-        name = "router" if self.launch.kind == "dispatch" else "status sender"
+        name = "counting block" if self.launch.kind == "dispatch" else "status sender"
         for number in range(len(senders)):
             published = [self.store("published", peer, number) for peer in self.peers]
             roles[f"{name} {number}"] = (
@@ -136,8 +136,8 @@ class WordKernel(Kernel):
     def _parts(self) -> int:
         """The number of messages of metadata."""
         if self.launch.kind == "dispatch":
-            return min(self.case.routers, 1) if self.launch.known else self.case.routers
-        return 1 if self.case.routers or self.case.refused or self.case.mixed else 0
+            return min(self.case.counting_blocks, 1) if self.launch.known else self.case.counting_blocks
+        return 1 if self.case.counting_blocks or self.case.refused or self.case.mixed else 0
 
     # ---- readers -----------------------------------------------------------------------------------------------------
 
@@ -181,10 +181,10 @@ class WordKernel(Kernel):
         if self._parts():
             yield self.read("published", self.awaited_peers(), 0)
 
-    def has_own_placer(self) -> bool:
+    def has_own_placement_block(self) -> bool:
         return self.case.own == "copied" and self.launch.kind == "dispatch" and not self.launch.known
 
-    def own_placer(self, thread: int) -> Iterator[Step]:
+    def own_placement_block(self, thread: int) -> Iterator[Step]:
         """With layout rank: copy this rank's own rows into their slots."""
         yield from self.heads()
         if not self.refuses():

@@ -125,9 +125,9 @@ def sums_left_out(world: World, case: Case, silent: int) -> tuple[int, int, str,
 
 
 def forget_rows(got: Dispatched) -> None:
-    """Zero the first words of the struct Got, so that the combine of this rank finds no tokens."""
+    """Zero the first words of the struct DispatchSummary, so that the combine of this rank finds no tokens."""
     saved = got.saved(SavedMetadata)
-    begin, tokens = saved.metadata.at["got"] // 4, saved.metadata.nbytes_of("got") // 4
+    begin, tokens = saved.metadata.at["summary"] // 4, saved.metadata.nbytes_of("summary") // 4
     saved.memory[begin : begin + tokens - 4] = 0  # the last 16 bytes are a status
 
 

@@ -27,9 +27,9 @@ class CombineCall(Params):
     peers: Peers
     watch: Watch
     expert_rows: Address
-    home: Address
+    entry_places: Address
     masks: Address
-    got: Address
+    summary: Address
     y: Address
     trace: Address
     operation: Address
@@ -55,7 +55,7 @@ class CombineParams(CombineCall):
     heads: U64
     taken: Address
     numbers: Address
-    numbers_home: Address
+    returned_numbers: Address
     wire_row_bytes: U32
     slot_bytes: U32
     parts: U32
@@ -71,7 +71,7 @@ class CombineParams(CombineCall):
 
 
 def number_bytes(topk: int) -> int:
-    """Return the bytes of the float32 numbers that may go home with a token, one of each entry, in a slot.
+    """Return the bytes of the float32 numbers that may return with a token, one of each entry, in a slot.
 
     >>> number_bytes(8), number_bytes(1)
     (32, 16)
@@ -89,8 +89,8 @@ def combine_source(
 ) -> KernelSource:
     """Return the kernel for rows of this dtype whose sums cross as `wire`, with blocks of so many warps.
 
-    With `carries` a number of each entry goes home beside the sums. Each combination is a build of its own, because one
-    build for all would hold the registers of all.
+    With `carries` a number of each entry is returned beside the sums. Each combination is a build of its own, because
+    one build for all would hold the registers of all.
     """
     structs = (CombineParams, RefusalRecord, Peers, *STRUCTS)
     types = [("ROW_TYPE", ROW_TYPES[dtype])] + ([("WIRE_TYPE", ROW_TYPES[wire])] if wire not in (None, dtype) else [])
@@ -126,7 +126,7 @@ class CombineGrid:
     local_blocks: int
     final_blocks: int
     warps: int
-    """Of a block."""
+    """Warps of a block."""
     local_warps: int
     pieces: int
     together: int

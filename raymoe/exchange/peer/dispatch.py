@@ -32,8 +32,8 @@ BufferOffsets = Annotated[tuple[int, ...], ctypes.c_uint64 * 2]
 
 
 @dataclass(frozen=True)
-class Got(Params):
-    """The results of a dispatch for its combine, besides `home` and `masks`. The numbers of tokens come first."""
+class DispatchSummary(Params):
+    """What a dispatch tells its combine, besides `entry_places` and `masks`. The numbers of tokens come first."""
 
     tokens: Annotated[tuple[int, ...], ctypes.c_uint32 * MAX_RANKS]
     refusal: PackedRefusal
@@ -93,9 +93,9 @@ class DispatchCall(Params):
     expert_offsets: Address
     expert_counts: Address
     index: Address
-    home: Address
+    entry_places: Address
     masks: Address
-    got: Address
+    summary: Address
     forward: Address
     mark: Address
     record: Address
@@ -155,7 +155,7 @@ class DispatchParams(DispatchCall):
 
 @dataclass(frozen=True)
 class ChunkedDispatchParams(DispatchParams):
-    """Those of a build whose rows of x come in chunks (kernels/include/raymoe/peer/dispatch/chunks.cuh)."""
+    """The parameters of a build whose rows of x come in chunks (kernels/include/raymoe/peer/dispatch/chunks.cuh)."""
 
     chunks: Address = 0
     chunk_tokens: U32 = 0
@@ -176,7 +176,8 @@ def dispatch_source(
     `known`: for rows that go to the places of an earlier dispatch. `chunked`: for rows of x that come in chunks while
     the kernel runs.
     """
-    structs = (ChunkedDispatchParams if chunked else DispatchParams, Got, RefusalRecord, Scratch, Peers, *STRUCTS)
+    params = ChunkedDispatchParams if chunked else DispatchParams
+    structs = (params, DispatchSummary, RefusalRecord, Scratch, Peers, *STRUCTS)
     defines: tuple[tuple[str, str], ...] = (("WIRE_FP8", "1"), ("ROW_TYPE", ROW_TYPES[dtype])) if fp8 else ()
     defines += (("KNOWN_ROUTING", "1"),) if known else ()
     defines += (("CHUNKED_ROWS", "1"),) if chunked else ()

@@ -29,7 +29,7 @@ class DispatchGrid:
     shared_bytes: int
 
     def shape(self, parts: int) -> Shape:
-        """The shape of a launch that does these parts."""
+        """Return the shape of a launch that does these parts."""
         others = self.placement_blocks if parts & PLACE else self.counting_blocks if parts & ROUTE else 0
         return Shape((self.senders if parts & SEND else 0) + others, THREADS, self.shared_bytes)
 
@@ -51,7 +51,7 @@ class Rows:
 
 
 def ring_memory(stages: int, stage_bytes: int) -> int:
-    """Bytes of shared memory of a warp's ring; the same sum as in dispatch.cuh."""
+    """Return the bytes of shared memory of a warp's ring; the same sum as in dispatch.cuh."""
     return _whole_lines(stages * (stage_bytes + 8))
 
 
@@ -60,7 +60,7 @@ def _whole_lines(nbytes: int) -> int:
 
 
 def warps_of(available: int, row_bytes: int, warps: int, stages: int, extra: int = 0) -> tuple[int, int]:
-    """The number of warps, and of stages of each, that fit into shared memory. Each warp needs `extra` bytes too.
+    """Return how many warps, and stages of each, fit into shared memory. Each warp needs `extra` bytes too.
 
     All `warps` if each gets `stages` or more. Otherwise fewer warps, so that each gets at least two stages.
 
@@ -80,7 +80,7 @@ def warps_of(available: int, row_bytes: int, warps: int, stages: int, extra: int
 
 
 def quantising_warps(available: int, row_bytes: int, slot_bytes: int, most: int) -> tuple[int, int]:
-    """The number of warps that quantise, at most `most`, and of stages for rows that leave.
+    """Return the number of warps that quantise, at most `most`, and of stages for rows that leave.
 
     There are two stages for each warp if they fit, and never fewer than warps.
 
@@ -112,13 +112,13 @@ def warps_wanted(rows: Rows, senders: int, placement_blocks: int) -> int:
 
 
 def quantising_bytes(warps: int, stages: int, row_bytes: int, slot_bytes: int) -> int:
-    """Bytes of shared memory of a block that quantises; the same sum as in quantised_sending.cuh."""
+    """Return the bytes of shared memory of a block that quantises; the same sum as in quantised_sending.cuh."""
     shared = (2 * MOST_LEAVING + 3 * LEAVING_QUEUE) * 8 + 16  # barriers, the queue itself, turns
     return warps * ring_memory(1, row_bytes) + stages * _whole_lines(slot_bytes) + shared
 
 
 def crossing(ranks: int, topk: int) -> float:
-    """The average number of other ranks that a token goes to, with uniform routing.
+    """Return the average number of other ranks that a token goes to, with uniform routing.
 
     >>> round(crossing(ranks=4, topk=8), 2), round(crossing(ranks=2, topk=8), 2), crossing(1, 8)
     (2.7, 1.0, 0.0)
@@ -127,7 +127,7 @@ def crossing(ranks: int, topk: int) -> float:
 
 
 def grid_of(rows: Rows, sms: int, shared_bytes: int) -> DispatchGrid:
-    """The grid for these rows: at most `sms` blocks, each with at most `shared_bytes` of shared memory.
+    """Return the grid for these rows: at most `sms` blocks, each with at most `shared_bytes` of shared memory.
 
     >>> def warps(ranks: int, hidden: int, topk: int, sms: int = 132) -> tuple[int, int, int]:
     ...     rows = Rows(2 * hidden, 2 * hidden, tokens=4096, topk=topk, experts=256, ranks=ranks, placed=True)

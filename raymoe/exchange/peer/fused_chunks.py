@@ -19,8 +19,8 @@ from raymoe.exchange.peer.fused import fused_table
 from raymoe.exchange.peer.peer_backend import PeerBackend
 from raymoe.exchange.peer.table import Kind, Stages, Table
 
-HOME_BYTES, MASK_BYTES = 8, 4
-"""Of an entry (token, k), and of a token, in the metadata of a dispatch."""
+PLACE_BYTES, MASK_BYTES = 8, 4
+"""Bytes of an entry (token, k), and of a token, in the metadata of a dispatch."""
 
 RAIL_OP = "rows over the rail"
 """The operation that an error names where a chunk did not come in time."""
@@ -49,7 +49,7 @@ class ChunksBackend(PeerBackend):
         self._set_combine(self._combine, rows, got, weighted, out)
         (launch,) = self._combine.launches
         fields = launch.fields
-        fields.home += begin * self.spec.topk * HOME_BYTES
+        fields.entry_places += begin * self.spec.topk * PLACE_BYTES
         fields.masks += begin * MASK_BYTES
         fields.y += begin * self.spec.row_bytes
         fields.tokens = max(0, min(end, got.tokens) - begin)

@@ -13,7 +13,7 @@ from typing import Self
 import torch
 
 from raymoe.exchange.backend import Dispatched
-from raymoe.exchange.peer.dispatch import Got
+from raymoe.exchange.peer.dispatch import DispatchSummary
 from raymoe.exchange.spec import ExchangeSpec
 from raymoe.memory.layout import ALIGNMENT, round_up
 
@@ -46,8 +46,8 @@ class Metadata:
         """Lay out the metadata of a spec; layout rank adds the slots of rows."""
         tokens, local, capacity = spec.tokens, spec.local_experts(ranks), spec.rows(ranks)
         arrays = {
-            "got": ((Got.nbytes(),), torch.uint8),
-            "home": ((ranks, tokens, spec.topk), torch.int64),  # the place and the weight of each entry of all ranks
+            "summary": ((DispatchSummary.nbytes(),), torch.uint8),
+            "entry_places": ((ranks, tokens, spec.topk), torch.int64),  # place and weight of each entry of all ranks
             "masks": ((tokens,), torch.int32),  # the ranks that each token of this rank went to
             "weights": ((capacity,), torch.float32),
             "expert_offsets": ((local + 1,), torch.int32),
@@ -56,7 +56,7 @@ class Metadata:
         return cls(arrays | ({"index": ((capacity,), torch.int64)} if spec.layout == "rank" else {}), red_zone)
 
     def places(self) -> dict[str, tuple[int, int]]:
-        """The offset and the bytes of each array."""
+        """Return the offset and the bytes of each array."""
         return {name: (self.at[name], self.nbytes_of(name)) for name in self.arrays}
 
     def nbytes_of(self, name: str) -> int:
@@ -64,7 +64,7 @@ class Metadata:
         return prod(shape) * dtype.itemsize
 
     def view(self, memory: torch.Tensor, name: str) -> torch.Tensor:
-        """A one-dimensional array of `memory`, which is int32 like most arrays: that saves an operation."""
+        """Return a one-dimensional array of `memory`, which is int32 like most arrays: that saves an operation."""
         (shape, dtype), begin = self.arrays[name], self.at[name] // 4
         words = memory[begin : begin + prod(shape) * dtype.itemsize // 4]
         return words if dtype is torch.int32 else words.view(dtype)
@@ -87,9 +87,9 @@ def keep_for_current_stream(*memory: torch.Tensor | None) -> None:
     Otherwise torch would reuse freed memory at once, for allocations on the stream that it was allocated on. Memory of
     the current stream itself, and of CPUs, needs nothing. The whole allocation is kept, also for a view.
     """
-    for each in memory:
-        if each is not None and each.is_cuda:
-            each.record_stream(torch.cuda.current_stream(each.device))
+    for tensor in memory:
+        if tensor is not None and tensor.is_cuda:
+            tensor.record_stream(torch.cuda.current_stream(tensor.device))
 
 
 class KernelDispatched(Dispatched):

@@ -15,17 +15,17 @@ from raymoe.exchange.peer.dispatch import (
     WARPS,
     BufferOffsets,
     DispatchCall,
-    Got,
+    DispatchSummary,
     RefusalRecord,
     Scratch,
 )
 from raymoe.exchange.peer.trace import traced
 
 LINE_BYTES, LINE_WORDS, GROUP = 128, 15, 4
-"""As in kernels/include/raymoe/peer/ll/lines.cuh."""
+"""kernels/include/raymoe/peer/ll/lines.cuh has the same values."""
 
 BLOCK, BLOCK_WORDS, UNIT_BLOCKS, STAGE_BYTES = 128, 17, 15, 2048
-"""As in kernels/include/raymoe/peer/ll/quantised_rows_ll.cuh."""
+"""kernels/include/raymoe/peer/ll/quantised_rows_ll.cuh has the same values."""
 
 
 @dataclass(frozen=True)
@@ -60,7 +60,7 @@ class CombineLlParams(CombineCall):
 
 def dispatch_ll_source(dtype: str = "bfloat16", fp8: bool = False, traces: bool = False) -> KernelSource:
     """Return the kernel for rows that cross as they are, or for rows of this dtype that cross as 8-bit floats."""
-    structs = (DispatchLlParams, Got, RefusalRecord, Scratch, Peers, *STRUCTS)
+    structs = (DispatchLlParams, DispatchSummary, RefusalRecord, Scratch, Peers, *STRUCTS)
     defines = (("WIRE_FP8", "1"), ("ROW_TYPE", ROW_TYPES[dtype])) if fp8 else ()
     return KernelSource("peer/dispatch_ll", structs, (*defines, *traced(traces)))
 
@@ -160,7 +160,7 @@ def combine_ll_grid(units: int, tokens: int, ranks: int, sms: int, rounds: int) 
 
 
 def ll_counting_blocks(entries: int, arriving: int) -> tuple[int, int]:
-    """Return the blocks that route before they place, and the runs of 32 entries of each.
+    """Return the number of counting blocks, and the runs of 32 entries of each.
 
     Each counting block counts the entries before its runs itself.
 
@@ -168,8 +168,8 @@ def ll_counting_blocks(entries: int, arriving: int) -> tuple[int, int]:
     ((1, 1), (32, 1), (86, 3))
     """
     runs = max(1, -(-entries // 32))
-    each = -(-runs // arriving)
-    return -(-runs // each), each
+    runs_of_block = -(-runs // arriving)
+    return -(-runs // runs_of_block), runs_of_block
 
 
 SENDERS, QUANTISERS, LOCAL_SMS, SMS, ROUNDS = 24, 20, 55, 132, 2

@@ -73,13 +73,13 @@ class PeerBackend:
             self._slot_rows, self._slot_scales = self.build.view_slots()
         self._metadata = Metadata.of(spec, self.world.size, self._launcher.red_zone)
         at = self._metadata.at
-        entries = at["home"], at["masks"], at["got"]
+        entries = at["entry_places"], at["masks"], at["summary"]
         self._written = at["weights"], at["expert_offsets"], at["expert_counts"], at.get("index", 0), *entries
         """The offsets in the metadata of what a dispatch writes, in the order of its addresses."""
         words = self._metadata.nbytes // 4
         self._new_memory = self._launcher.allocator((words,), torch.int32, self._metadata.places())
         self._new_scales = self._launcher.allocator((spec.scales, self.build.scale_stride), torch.float32)
-        # Those of combines, then those of dispatches in backward passes.
+        # The record of combines, then the record of dispatches in backward passes.
         self._refusals = self._launcher.words(2 * _RECORD_WORDS)
         self._raised_epochs = [0, 0]
         self._device_records: torch.Tensor | None = None
@@ -180,7 +180,7 @@ class PeerBackend:
         operation, weights = self.backward_operation("combine_gradients"), weights.contiguous()
         self._set_combine(operation, rows, got, False, out)
         for launch in operation.launches:
-            launch.fields.numbers, launch.fields.numbers_home = weights.data_ptr(), out_weights.data_ptr()
+            launch.fields.numbers, launch.fields.returned_numbers = weights.data_ptr(), out_weights.data_ptr()
         self.workspace.enqueue("combine", operation.sms, operation.launches)
 
     def dispatch_known(self, x: torch.Tensor, got: Dispatched, out: torch.Tensor) -> None:
@@ -189,9 +189,9 @@ class PeerBackend:
         self._keep_for_this_stream(got)
         operation = self.backward_operation("dispatch_known")
         memory, at = got.saved(SavedMetadata).address, self._metadata.at
-        sent = memory + at["got"] + 4 * self.world.rank  # of Got.tokens: those that the dispatch has sent
+        sent = memory + at["summary"] + 4 * self.world.rank  # the tokens that this rank has sent
         results = (memory + at[name] for name in ("weights", "expert_offsets", "expert_counts"))
-        saved = (memory + at[name] for name in ("home", "masks", "got"))
+        saved = (memory + at[name] for name in ("entry_places", "masks", "summary"))
         addresses = (x.data_ptr(), 0, 0, 0, sent, out.data_ptr(), 0, *results, 0, *saved)
         for launch in operation.launches:
             launch.set_addresses(*addresses)
@@ -229,7 +229,7 @@ class PeerBackend:
             raise refused
 
     def _take_refused(self, kind: int) -> list[Refusal]:
-        """The statuses of all ranks in the last refused operation of this kind, once; else no refusals."""
+        """Return the statuses of all ranks in the last refused operation of this kind, once; else no refusals."""
         words = self._refusals.words[kind * _RECORD_WORDS : (kind + 1) * _RECORD_WORDS]
         if (epoch := int(words[0])) <= self._raised_epochs[kind]:
             return [NO_REFUSAL] * self.world.size
@@ -248,7 +248,7 @@ class PeerBackend:
         return records[COMBINES]
 
     def backward_record(self) -> torch.Tensor:
-        """The same words for dispatches in backward passes, after `refusal_record`."""
+        """Return the words of refused dispatches in backward passes; call `refusal_record` first."""
         assert self._device_records is not None
         return self._device_records[BACKWARD]
 
@@ -312,7 +312,7 @@ class PeerBackend:
     def _set_dispatch(self, operation: Operation, got: Dispatched, tokens: Tokens) -> None:
         """Set the parameters of a call in all launches of a dispatch."""
         memory, in_slots = got.saved(SavedMetadata).address, self._slot_rows is not None
-        weights, expert_offsets, expert_counts, index, home, masks, state = self._written
+        weights, expert_offsets, expert_counts, index, entry_places, masks, summary = self._written
         addresses = (
             tokens.x.data_ptr(),
             0 if tokens.scales is None else tokens.scales.data_ptr(),
@@ -325,9 +325,9 @@ class PeerBackend:
             memory + expert_offsets,
             memory + expert_counts,
             memory + index if in_slots else 0,
-            memory + home,
+            memory + entry_places,
             memory + masks,
-            memory + state,
+            memory + summary,
         )
         wide, zeros = tokens.topk_idx.dtype is torch.int64, self._zero_padding and tokens.zero_gaps
         for launch in operation.launches:
@@ -341,7 +341,7 @@ class PeerBackend:
 
     def _set_pass(self, operation: Operation, forward: Dispatched) -> None:
         """Let a dispatch say that it belongs to the backward pass of the dispatch `forward`."""
-        address = forward.saved(SavedMetadata).address + self._metadata.at["got"]
+        address = forward.saved(SavedMetadata).address + self._metadata.at["summary"]
         for launch in operation.launches:
             launch.fields.forward, launch.fields.site = address, forward.site
 
@@ -351,7 +351,8 @@ class PeerBackend:
         """Set the parameters of a call in all launches of a combine."""
         memory, at = got.saved(SavedMetadata).address, self._metadata.at
         self._keep_for_this_stream(got)
-        addresses = rows.data_ptr(), memory + at["home"], memory + at["masks"], memory + at["got"], out.data_ptr()
+        saved = memory + at["entry_places"], memory + at["masks"], memory + at["summary"]
+        addresses = rows.data_ptr(), *saved, out.data_ptr()
         for launch in operation.launches:
             launch.set_addresses(*addresses)
             fields = launch.fields

@@ -25,9 +25,9 @@ from raymoe.exchange.peer.dispatch import (
 
 DISPATCH_ADDRESSES = (
     *("x", "x_scales", "topk_idx", "topk_weights", "num_tokens", "out", "scales"),
-    *("out_weights", "expert_offsets", "expert_counts", "index", "home", "masks", "got"),
+    *("out_weights", "expert_offsets", "expert_counts", "index", "entry_places", "masks", "summary"),
 )
-COMBINE_ADDRESSES = ("expert_rows", "home", "masks", "got", "y")
+COMBINE_ADDRESSES = ("expert_rows", "entry_places", "masks", "summary", "y")
 """The addresses that a call sets, in their order."""
 
 

@@ -73,7 +73,7 @@ in 128 cost more: 512 tokens 77 and 79 against 80 and 87 with flags, 1024 tokens
 
 
 def is_ll(spec: ExchangeSpec, sms: int | None = None) -> bool:
-    """Whether `fused` takes the LL path for this spec: few tokens, layout `expert`, sums that cross in their own dtype.
+    """Return whether `fused` takes the LL path for this spec: few tokens, layout `expert`, sums in their own dtype.
 
     `sms` limits its kernels to so many SMs; None means all.
 
@@ -89,7 +89,7 @@ def is_ll(spec: ExchangeSpec, sms: int | None = None) -> bool:
 
 
 def slot_bytes_of(spec: ExchangeSpec, stamped: bool) -> int:
-    """Bytes of a dispatch slot: a row, with its stamp where slots have one.
+    """Return the bytes of a dispatch slot: a row, with its stamp where slots have one.
 
     Slots of larger quantised rows are padded, so that each row begins at a line of 128 bytes.
 
@@ -107,7 +107,7 @@ def home_bytes(spec: ExchangeSpec, stamped: bool) -> int:
 
 
 def ll_lines(spec: ExchangeSpec) -> int:
-    """Lines of a row of this spec on the LL path, in the direction that has more."""
+    """Return the lines of a row of this spec on the LL path, in the direction that has more."""
     quantised = quantised_lines(spec.hidden) if spec.dispatch_wire == FP8 else 0
     return max(row_lines(spec.row_bytes), quantised)
 
@@ -168,12 +168,12 @@ class Bounds:
 
     def check(self, spec: ExchangeSpec, stamped: bool = False) -> None:
         """Raise if this workspace is too small for a spec."""
-        asked = Bounds.of(spec, stamped=stamped, lines=self.lines)
-        for name, have in vars(self).items():
-            needs = getattr(asked, name)
-            if needs != have if name == "block" and spec.by_copy_engine else needs > have:
+        bounds = Bounds.of(spec, stamped=stamped, lines=self.lines)
+        for name, size in vars(self).items():
+            needs = getattr(bounds, name)
+            if needs != size if name == "block" and spec.by_copy_engine else needs > size:
                 raise ConfigError(
-                    f"an exchange needs {name} {needs} of its workspace, which was made for {have}; "
+                    f"an exchange needs {name} {needs} of its workspace, which was made for {size}; "
                     "give the workspace this exchange's spec too"
                 )
 
@@ -203,7 +203,7 @@ class Slots:
 
 
 def workspace_layout(bounds: Bounds, ranks: int) -> Layout:
-    """The heap of a workspace, the same on every rank. dispatch.cu and combine.cu name each region's writer.
+    """Return the heap of a workspace, the same on every rank. dispatch.cu and combine.cu name each region's writer.
 
     >>> layout = workspace_layout(Bounds.of(ExchangeSpec(tokens=4096, hidden=7168, experts=256, topk=8)), ranks=4)
     >>> layout.region("dispatch_rows").nbytes, layout.region("routing_entries").shape
@@ -235,13 +235,13 @@ def workspace_layout(bounds: Bounds, ranks: int) -> Layout:
 
 
 def _block_regions(bounds: Bounds, ranks: int) -> list[Region]:
-    """The regions of kernels/peer/pack.cu: a block of slots for each source, and a row of zeros."""
+    """Return the regions of kernels/peer/pack.cu: a block of slots for each source, and a row of zeros."""
     tokens, slot_bytes = bounds.block
     return [Region("dispatch_blocks", ((ranks * tokens + 1) * slot_bytes,), "uint8")]
 
 
 def _ll_regions(bounds: Bounds, ranks: int) -> list[Region]:
-    """The regions of the LL path: words of 16 bytes and lines of 128, each with its epoch."""
+    """Return the regions of the LL path: words of 16 bytes and lines of 128, each with its epoch."""
     lines = ranks * bounds.ll_lines
     return [
         Region("ll_counts", (2, bounds.experts + ranks, 2), "int64"),
@@ -337,7 +337,7 @@ class Workspace:
         self.captured = capture != 0
 
     def trace_of(self, op: str) -> int:
-        """The address where the kernels of an operation store their times; 0 if the workspace is not traced."""
+        """Return the address where the kernels of an operation store their times; 0 if the workspace is not traced."""
         if not self.traces:
             return 0
         import torch  # here, because the driver counts bytes with this module and loads no torch
@@ -348,14 +348,14 @@ class Workspace:
         return int(self._traces[op].data_ptr())
 
     def timeline(self, op: str) -> dict[str, tuple[float, float, float]]:
-        """The times of the last run of an operation: when the first, the median and the last block reached each point.
+        """Return when the first, the median and the last block of an operation's last run reached each point.
 
         In microseconds after the start. Waits for the device, and clears the times for the next run.
         """
         times = self._traces[op]
-        found = timeline([row for row in times.tolist() if row[0]])
+        times_reached = timeline([row for row in times.tolist() if row[0]])
         times.zero_()
-        return found
+        return times_reached
 
     @property
     def nbytes(self) -> int:
@@ -363,16 +363,16 @@ class Workspace:
         return self.heap.nbytes
 
     def offset(self, region: str) -> int:
-        """The offset of a region in every rank's heap."""
+        """Return the offset of a region in every rank's heap."""
         return self.heap.layout.find(region).offset
 
     def buffers(self, region: str) -> tuple[int, int]:
-        """The offsets of the two buffers of a region, whose first dimension is the parity."""
+        """Return the offsets of the two buffers of a region, whose first dimension is the parity."""
         placed = self.heap.layout.find(region)
         return placed.offset, placed.offset + placed.region.nbytes // 2
 
     def own(self, name: str) -> int:
-        """The address of some of this rank's own words."""
+        """Return the address of some of this rank's own words."""
         return self.heap.address("own") + _OWN.index(name) * WORD_STRIDE * 8
 
     def bases(self) -> list[int]:

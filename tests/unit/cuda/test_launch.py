@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import inspect
 from types import SimpleNamespace
 from typing import Any
 
@@ -11,7 +12,10 @@ import torch
 
 from raymoe.cuda import launch as launch_module
 from raymoe.cuda.launch import Launch, Shape
+from raymoe.cuda.launcher import Launcher
 from raymoe.exchange.nccl.rounds import SpreadParams
+from tests.emulator.ranks import MachineLauncher
+from tests.unit.exchange.nccl.emulated_launcher import EmulatedLauncher
 
 
 @pytest.fixture
@@ -57,3 +61,17 @@ def test_adjacent_addresses_are_set_at_once(enqueued: list[tuple[int, dict[str, 
     (_, first), (_, second) = enqueued
     assert second == first | dict(zip(names, (1 << 40, 1 << 41), strict=True))
     assert (launch.sms, launch.params) == (4, SpreadParams(row_bytes=32))
+
+
+@pytest.mark.parametrize(
+    ("emulated", "methods"),
+    [
+        (MachineLauncher, {"ready", "words", "error_word", "allocator", "copy", "side_stream", "synchronise", "close"}),
+        (EmulatedLauncher, {"ready", "words", "resident", "ordered"}),
+    ],
+)
+def test_launchers_of_the_emulator_take_what_the_launcher_of_a_gpu_takes(emulated: type, methods: set[str]) -> None:
+    assert methods <= set(vars(Launcher))
+    for method in methods:
+        wanted, found = (list(inspect.signature(getattr(kind, method)).parameters) for kind in (Launcher, emulated))
+        assert [name for name in wanted if name in found or name != "addresses"] == found

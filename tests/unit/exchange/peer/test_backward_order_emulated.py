@@ -195,7 +195,7 @@ def test_all_ranks_refuse_a_backward_pass_of_some(kind: str, gradients: bool) ->
 
 
 def _gradients_left_out(kind: str, seed: int, changes: tuple[Change, ...] = ()) -> None:
-    """Let one rank combine where the others bring gradients of weights home, or the reverse. Then run good combines."""
+    """Let one rank combine where the others return gradients of weights, or the reverse. Then run good combines."""
     odd_carries = bool(seed % 2)
     with Emulator(RANKS, 40_000_000, changes) as emulator:
         ranks = Ranks.of(emulator, kind, seed)

@@ -117,8 +117,8 @@ class Late:
 
 def spoil_unsent_entries(got: Any, sent: list[Any], spec: Any) -> None:
     """Give the entries of tokens that were not sent, which no kernel writes, a place that no memory has."""
-    home = got._saved
-    entries = home.metadata.view(home.memory, "home").view(len(sent), spec.tokens, spec.topk)
+    saved = got._saved
+    entries = saved.metadata.view(saved.memory, "entry_places").view(len(sent), spec.tokens, spec.topk)
     for rank, batch in enumerate(sent):
         entries[rank, batch.num_tokens :] = 0x7FFFFFF0
 

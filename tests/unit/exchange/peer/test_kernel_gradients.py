@@ -1,4 +1,4 @@
-"""Gradients of weights on GPU ranks, on emulated kernels: numbers of entries travel home beside the sums of rows."""
+"""Gradients of weights on GPU ranks, on emulated kernels: numbers of entries return beside the sums of rows."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def check_weights(
     stamped: bool = False,
     seeds: Sequence[int] = (1,),
 ) -> None:
-    """In each of several steps dispatch so many tokens of each rank, and bring their weights home beside rows of ones.
+    """In each of several steps dispatch so many tokens of each rank, and return their weights beside rows of ones.
 
     Raise if a weight or a sum differs.
     """
@@ -57,7 +57,7 @@ def check_step(emulator: Emulator, backends: Sequence[EmulatedBackend], counts: 
         for each, tokens in zip(backends, given, strict=True)
     ]
     emulator.run(seed=seed)
-    home = []
+    results = []
     for each, tokens, found in zip(backends, given, got, strict=True):
         metadata = each.pack(found)
         assert metadata.dtype == torch.int32 and metadata.numel() == each.metadata_words
@@ -68,9 +68,9 @@ def check_step(emulator: Emulator, backends: Sequence[EmulatedBackend], counts: 
         y = each.new((len(tokens.x), spec.hidden), dtype, "y")
         entries = each.new((len(tokens.x), spec.topk), torch.float32, "entries")
         each.combine_gradients(rows, found.weights, again, y, entries)
-        home.append((y, entries))
+        results.append((y, entries))
     emulator.run(seed=seed + 1)
-    for each, tokens, (y, entries) in zip(backends, given, home, strict=True):
+    for each, tokens, (y, entries) in zip(backends, given, results, strict=True):
         each.check()
         there = tokens.topk_idx >= 0
         assert torch.equal(entries, torch.where(there, tokens.topk_weights, 0.0))
@@ -95,7 +95,7 @@ def test_weights_of_a_dispatch_return_to_their_entries(kind: str, dtype: str) ->
         (replace(SPEC, experts=4), (3, 0, 7, 5)),
         (SPEC, (7,)),
     ],
-    ids=["hidden 8", "top-1", "top-16", "layout rank", "home as bfloat16", "four ranks", "one rank"],
+    ids=["hidden 8", "top-1", "top-16", "layout rank", "returned as bfloat16", "four ranks", "one rank"],
 )
 def test_weights_return_with_other_shapes(spec: ExchangeSpec, counts: tuple[int, ...]) -> None:
     check_weights("fused", spec, counts)
@@ -219,14 +219,14 @@ def test_the_weights_of_a_refused_step_are_nan_on_all_ranks(kind: str) -> None:
             ids[3, 1] = SPEC.experts if rank == 1 else 0  # no expert has this id
             got.append(each.dispatch(Tokens(x, ids, weights, None), each.new((SPEC.rows(RANKS), 64), x.dtype, "out")))
         emulator.run(seed=3)
-        home = []
+        results = []
         for each, found in zip(backends, got, strict=True):
             rows = each.new((SPEC.rows(RANKS), SPEC.hidden), x.dtype, "expert rows")
-            home.append(each.new((SPEC.tokens, SPEC.topk), torch.float32, "entries"))
-            home[-1].fill_(7.0)
-            each.combine_gradients(rows, found.weights, found, each.new(tuple(x.shape), x.dtype, "y"), home[-1])
+            results.append(each.new((SPEC.tokens, SPEC.topk), torch.float32, "entries"))
+            results[-1].fill_(7.0)
+            each.combine_gradients(rows, found.weights, found, each.new(tuple(x.shape), x.dtype, "y"), results[-1])
         emulator.run(seed=4)
-        assert all(entries.isnan().all() for entries in home)
+        assert all(entries.isnan().all() for entries in results)
         for each in backends:
             with pytest.raises(DataRefused, match="rank 1 asked for expert 6 for its token 3"):
                 each.check()

@@ -428,11 +428,14 @@ def test_a_rank_that_misses_a_dispatch_of_known_routing_is_named(kind):
         sent = batches(case, 0)
         gots = [_dispatched(each, batch) for each, batch in zip(owners, sent, strict=True)]
         emulator.run(0)
-        home: Any = gots[0]._saved
-        before, rows = home.memory.clone(), owners[0].new((case.spec.rows(2), case.spec.hidden), torch.bfloat16, "rows")
+        saved: Any = gots[0]._saved
+        before, rows = (
+            saved.memory.clone(),
+            owners[0].new((case.spec.rows(2), case.spec.hidden), torch.bfloat16, "rows"),
+        )
         owners[0].dispatch_known(sent[0].x, gots[0], rows)
         emulator.run(1)
-        assert torch.equal(home.memory, before)
+        assert torch.equal(saved.memory, before)
         with pytest.raises(PeerTimeout) as caught:
             owners[0].check()
         assert (caught.value.op, caught.value.rank, caught.value.peer, caught.value.epoch) == ("dispatch", 0, 1, 2)

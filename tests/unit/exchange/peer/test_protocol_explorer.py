@@ -40,7 +40,7 @@ def check_that_it_holds(case: Case, limit: int = 1_000_000) -> Found:
 @pytest.mark.parametrize("program", ORDERS)
 @pytest.mark.parametrize("ranks", [2, 3])
 def test_the_protocol_holds_for_three_epochs_in_any_order(ranks, program):
-    found = check_that_it_holds(Case(ranks, program, (full(ranks),), routers=1 if ranks == 2 else 0))
+    found = check_that_it_holds(Case(ranks, program, (full(ranks),), counting_blocks=1 if ranks == 2 else 0))
     assert len(found.endings) == 1  # the final state does not depend on which rank was first
     assert found.most_ahead == 1  # no rank is more than one operation ahead
     assert found.states > 100
@@ -65,20 +65,20 @@ ACROSS: Routing = (((1,), (1,)), ((0,), ()), ((), (3,)), ((2,), (2,)))  # two do
 @pytest.mark.parametrize(
     "case",
     [
-        Case(2, "D C D C D C", (full(2, 3),), warps=1, routers=2),
-        Case(2, "D C D C D C", (TWO_ROWS,), warps=2, routers=0),
+        Case(2, "D C D C D C", (full(2, 3),), warps=1, counting_blocks=2),
+        Case(2, "D C D C D C", (TWO_ROWS,), warps=2, counting_blocks=0),
         Case(2, "D C D C D C", (TWO_ROWS,), senders=2),
-        Case(2, "DS DR CS CR DS DR", (TWO_ROWS,), warps=2, routers=2),
-        Case(3, "D C D C D C", (SPARSE, empty(3), SPARSE), routers=0),
-        Case(3, "D D D", FILLED, routers=0),
-        Case(3, "D C D C D C", (empty(3), full(3), empty(3)), routers=0),
-        Case(3, "D U1 D U2 D U3", ALL_3, routers=0, layout="rank"),
-        Case(3, "D C U1 D C U2 D C U3", ALL_3, routers=0, layout="rank"),
+        Case(2, "DS DR CS CR DS DR", (TWO_ROWS,), warps=2, counting_blocks=2),
+        Case(3, "D C D C D C", (SPARSE, empty(3), SPARSE), counting_blocks=0),
+        Case(3, "D D D", FILLED, counting_blocks=0),
+        Case(3, "D C D C D C", (empty(3), full(3), empty(3)), counting_blocks=0),
+        Case(3, "D U1 D U2 D U3", ALL_3, counting_blocks=0, layout="rank"),
+        Case(3, "D C U1 D C U2 D C U3", ALL_3, counting_blocks=0, layout="rank"),
         Case(2, "D N C N D N D N", BOTH),
     ],
     ids=_case_id,
 )
-def test_the_protocol_holds_for_warps_routers_and_layouts(case):
+def test_the_protocol_holds_for_warps_counting_blocks_and_layouts(case):
     assert len(check_that_it_holds(case).endings) == 1
 
 
@@ -87,23 +87,23 @@ def test_the_protocol_holds_for_warps_routers_and_layouts(case):
     "case",
     [
         Case(2, "DS DR CS CR DS DR CS CR DS DR CS CR", BOTH),
-        Case(3, "DS DR CS CR DS DR CS CR DS DR CS CR", ALL_3, routers=0),
+        Case(3, "DS DR CS CR DS DR CS CR DS DR CS CR", ALL_3, counting_blocks=0),
         Case(2, "DS DR U1 DS DR U2 DS DR U3", BOTH, layout="rank"),
         # With other operations between the halves.
         Case(2, "DS N DR CS N CR DS N DR CS N CR", BOTH),
-        Case(3, "D DS C1 DR DS C2 DR C3", ALL_3, routers=0),
+        Case(3, "D DS C1 DR DS C2 DR C3", ALL_3, counting_blocks=0),
         Case(2, "D CS DS CR1 DR CS2 DS CR2 DR", BOTH),
-        Case(3, "D CS DS CR1 DR", ALL_3, routers=0),
+        Case(3, "D CS DS CR1 DR", ALL_3, counting_blocks=0),
         Case(2, "D U1 DS CS1 DR CR1 U2 DS CS2 DR CR2", BOTH, layout="rank"),
-        Case(3, "DS DR U1 CS U1 CR DS N DR U2", ALL_3, routers=0, layout="rank"),
+        Case(3, "DS DR U1 CS U1 CR DS N DR U2", ALL_3, counting_blocks=0, layout="rank"),
         # The stages of a staged dispatch.
         Case(2, "DT DP DR CS CR DT DP DR CS CR DT DP DR", BOTH),
         Case(2, "DT DP DR DT DP DR DT DP DR", (full(2, 2),), warps=2),
-        Case(3, "DT DP DR CS CR DT DP DR CS CR DT DP DR", ALL_3, routers=0),
+        Case(3, "DT DP DR CS CR DT DP DR CS CR DT DP DR", ALL_3, counting_blocks=0),
         # Dispatches by the copy engine, which have one buffer.
         Case(2, f"{COPIED} CS CR {COPIED} CS CR {COPIED} CS CR", BOTH),
         Case(2, f"{COPIED} {COPIED} {COPIED}", (SOME, full(2, 2), SOME)),
-        Case(3, f"{COPIED} {COPIED} {COPIED}", ALL_3, routers=0),
+        Case(3, f"{COPIED} {COPIED} {COPIED}", ALL_3, counting_blocks=0),
         Case(2, f"{COPIED} U1 {COPIED} C1 U2 {COPIED} U3", BOTH, layout="rank"),
         Case(2, f"D BT BP BC BA C1 BR D {COPIED}", BOTH),
         Case(2, f"{COPIED} FD {COPIED} D {COPIED}", BOTH),
@@ -120,19 +120,19 @@ def test_the_protocol_holds_for_halves_and_stages(case):
         Case(2, "D K C K1 K1 D", BOTH),
         Case(2, "D D K1 K2 K1 D", (TWO_ROWS,), warps=2),
         Case(2, "D K K K", (TWO_ROWS,), senders=2),
-        Case(2, "D K K D K3 K3", (ONE_WAY,), routers=2),
-        Case(3, "D K K K D", ALL_3, routers=0),
-        Case(3, "D K K D", (SPARSE,), routers=0),
-        Case(3, "D D K1 K2 D", FILLED, routers=0),
-        Case(3, "D K D K1 K3 K1", (empty(3), empty(3), full(3)), routers=0),
+        Case(2, "D K K D K3 K3", (ONE_WAY,), counting_blocks=2),
+        Case(3, "D K K K D", ALL_3, counting_blocks=0),
+        Case(3, "D K K D", (SPARSE,), counting_blocks=0),
+        Case(3, "D D K1 K2 D", FILLED, counting_blocks=0),
+        Case(3, "D K D K1 K3 K1", (empty(3), empty(3), full(3)), counting_blocks=0),
         Case(2, "D U1 K C1 D U3 K1", BOTH, layout="rank"),
         Case(2, "D U1 K D U3", OWN, own="copied", layout="rank"),
         Case(2, "DT DP DR KP KR CS1 CR1 KP KR KP KR", BOTH),
-        Case(3, "DT DP DR KP KR KP KR DT DP DR", ALL_3, routers=0),
+        Case(3, "DT DP DR KP KR KP KR DT DP DR", ALL_3, counting_blocks=0),
         Case(2, "FD K D K3 FD KP KR", BOTH),
         Case(2, f"{COPIED} K {COPIED} D K4 {COPIED}", BOTH),
         Case(2, "D K1 C1 D K1 C3", BOTH, refused=((1, 1),)),
-        Case(3, "D K1 K1 D", ALL_3, routers=0, refused=((0, 1),)),
+        Case(3, "D K1 K1 D", ALL_3, counting_blocks=0, refused=((0, 1),)),
     ],
     ids=_case_id,
 )
@@ -145,10 +145,10 @@ def test_the_protocol_holds_for_dispatches_of_known_routing(case):
     "case",
     [
         Case(2, "D C D C D C", OWN, own="slots"),
-        Case(3, "D", OWN_3, own="slots", routers=0),
+        Case(3, "D", OWN_3, own="slots", counting_blocks=0),
         Case(2, "D U1 D U2 D U3", OWN, own="slots", layout="rank"),
         Case(2, "D U1 D U2 D U3", OWN, own="copied", layout="rank"),
-        Case(3, "D U1 D U2 D U3", OWN_3, own="copied", routers=0, layout="rank"),
+        Case(3, "D U1 D U2 D U3", OWN_3, own="copied", counting_blocks=0, layout="rank"),
         Case(2, "DS DR U1 DS DR U2 DS DR U3", OWN, own="copied", layout="rank"),
         Case(2, "FD FC FD FC FD FC", OWN, own="slots"),
     ],
@@ -175,14 +175,14 @@ def test_all_ranks_refuse_the_same_step_and_the_next_one_works(program, refused)
 @pytest.mark.parametrize(
     "case",
     [
-        Case(3, "D C D", ALL_3, routers=0, refused=((1, 1),)),
-        Case(3, "FD FC FD FC FD FC", ALL_3, routers=0, refused=((1, 1), (2, 2))),
-        Case(3, "D D FC1 FC2 FC2", ALL_3, routers=0, refused=((1, 1),)),
+        Case(3, "D C D", ALL_3, counting_blocks=0, refused=((1, 1),)),
+        Case(3, "FD FC FD FC FD FC", ALL_3, counting_blocks=0, refused=((1, 1), (2, 2))),
+        Case(3, "D D FC1 FC2 FC2", ALL_3, counting_blocks=0, refused=((1, 1),)),
         Case(2, "D U1 C D U2 C", OWN, own="copied", layout="rank", refused=((1, 1),)),
         Case(2, "D C D C", OWN, own="slots", refused=((1, 1),)),
         # Ranks that combine different dispatches; the next combine is valid.
         Case(2, "D D C C D", BOTH, mixed=((1, 1, 1),)),
-        Case(3, "FD FD FC FC", ALL_3, routers=0, mixed=((1, 1, 1),)),
+        Case(3, "FD FD FC FC", ALL_3, counting_blocks=0, mixed=((1, 1, 1),)),
         Case(2, "D D CS CR C", BOTH, mixed=((1, 1, 1),), refused=((0, 1),)),
     ],
     ids=_case_id,
@@ -195,7 +195,7 @@ def test_the_protocol_holds_for_other_refusals(case):
 @pytest.mark.parametrize("program", LINES)
 @pytest.mark.parametrize("ranks", [2, 3])
 def test_lines_hold_in_any_order_of_operations(ranks, program):
-    found = check_that_it_holds(Case(ranks, program, (full(ranks),), routers=1 if ranks == 2 else 0))
+    found = check_that_it_holds(Case(ranks, program, (full(ranks),), counting_blocks=1 if ranks == 2 else 0))
     assert len(found.endings) == 1
     assert found.most_ahead == 1
 
@@ -206,8 +206,8 @@ def test_lines_hold_in_any_order_of_operations(ranks, program):
         Case(2, "FD FC FD FC FD FC", (full(2, 3),)),
         Case(2, "FD DS FC1 DR C2 FD", BOTH),
         Case(3, "FD", ALL_3),
-        Case(3, "FD FC FD FC FD FC", (SPARSE, empty(3), SPARSE), routers=0),
-        Case(3, "FD FD FD", FILLED, routers=0),
+        Case(3, "FD FC FD FC FD FC", (SPARSE, empty(3), SPARSE), counting_blocks=0),
+        Case(3, "FD FD FD", FILLED, counting_blocks=0),
     ],
     ids=_case_id,
 )
@@ -222,7 +222,7 @@ def test_lines_hold_for_more_tokens_and_between_other_operations(case):
         # Rows of other domains come at any time.
         Case(1, "X D X D X D", OWN_1, own="copied"),
         Case(2, "X D C X D C X D C", (full(2, 2),)),
-        Case(2, "X D C X D C X D C", (full(2, 3),), chunk=2, routers=0),
+        Case(2, "X D C X D C X D C", (full(2, 3),), chunk=2, counting_blocks=0),
         Case(2, "X D X K X K C1 D", BOTH),
         Case(2, "X D X D X D", (SOME, full(2, 2), SOME)),
         Case(2, "X D X D", (TWO_ROWS,), warps=2),
@@ -232,8 +232,8 @@ def test_lines_hold_for_more_tokens_and_between_other_operations(case):
         Case(2, "X D U1 X D U2", OWN, own="copied", layout="rank"),
         Case(2, "X D FD X K1 FC D X D", BOTH),
         Case(2, "X D C X D C", BOTH, refused=((1, 1),)),
-        Case(3, "X D C X D C X D C", ALL_3, routers=0),
-        Case(3, "X D X D X D", FILLED, routers=0),
+        Case(3, "X D C X D C X D C", ALL_3, counting_blocks=0),
+        Case(3, "X D X D X D", FILLED, counting_blocks=0),
     ],
     ids=_case_id,
 )
@@ -247,7 +247,7 @@ def test_the_protocol_holds_for_rows_that_come_in_chunks(case):
         Case(2, "X D X D X D", (full(2, 2, True, domains=2),), domains=2, chunk=2, own="copied"),
         Case(3, "X D X D X D", (full(3, 3, True, domains=3),), domains=3, chunk=3, own="copied"),
         Case(2, "X D X K X K X D", (full(2, 4, True, domains=2),), domains=2, chunk=2, own="copied"),
-        Case(4, "X D C X D C", (ACROSS,), domains=2, chunk=2, routers=0),
+        Case(4, "X D C X D C", (ACROSS,), domains=2, chunk=2, counting_blocks=0),
     ],
     ids=_case_id,
 )
@@ -281,9 +281,9 @@ def test_every_routing_of_two_ranks_holds_over_three_epochs():
         Case(2, "D C D C", BOTH, timeouts=True, late=True, refused=((1, 1),)),
         Case(2, f"{COPIED} {COPIED} {COPIED}", BOTH, timeouts=True),
         Case(2, "X D C X D C", BOTH, timeouts=True, late=True),
-        Case(2, "X D X K", (TWO_ROWS,), warps=2, routers=0, timeouts=True),
+        Case(2, "X D X K", (TWO_ROWS,), warps=2, counting_blocks=0, timeouts=True),
         Case(2, "X D X D", (full(2, 2, True, domains=2),), domains=2, own="copied", timeouts=True, late=True),
-        Case(3, "FD FD", ALL_3, routers=0, timeouts=True),
+        Case(3, "FD FD", ALL_3, counting_blocks=0, timeouts=True),
     ],
     ids=_case_id,
 )
@@ -310,26 +310,26 @@ def test_no_chunk_is_announced_after_an_abort_of_its_rail():
 @pytest.mark.parametrize(
     "case",
     [
-        Case(3, "D", ALL_3, routers=2),
-        Case(3, "D D D", ALL_3, routers=1),
-        Case(3, "D D D", ALL_3, routers=0, timeouts=True),
-        Case(3, "D C D C D C", (full(3),), routers=0, timeouts=True),
-        Case(3, "D D", (full(3),), routers=0, timeouts=True, late=True),
-        Case(3, "D C D C", (full(3, 2),), routers=0),
-        Case(2, "D C D C D C", (full(2, 2),), warps=2, routers=2),
-        Case(2, "D C D C", (full(2, 3),), warps=2, routers=0),
-        Case(3, "D C D C D C", ALL_3, routers=0, refused=((1, 1), (2, 2))),
-        Case(3, "D C D C D C", OWN_3, own="slots", routers=0),
-        Case(3, "FD FC FD FC FD FC", OWN_3, own="slots", routers=0),
+        Case(3, "D", ALL_3, counting_blocks=2),
+        Case(3, "D D D", ALL_3, counting_blocks=1),
+        Case(3, "D D D", ALL_3, counting_blocks=0, timeouts=True),
+        Case(3, "D C D C D C", (full(3),), counting_blocks=0, timeouts=True),
+        Case(3, "D D", (full(3),), counting_blocks=0, timeouts=True, late=True),
+        Case(3, "D C D C", (full(3, 2),), counting_blocks=0),
+        Case(2, "D C D C D C", (full(2, 2),), warps=2, counting_blocks=2),
+        Case(2, "D C D C", (full(2, 3),), warps=2, counting_blocks=0),
+        Case(3, "D C D C D C", ALL_3, counting_blocks=0, refused=((1, 1), (2, 2))),
+        Case(3, "D C D C D C", OWN_3, own="slots", counting_blocks=0),
+        Case(3, "FD FC FD FC FD FC", OWN_3, own="slots", counting_blocks=0),
         Case(3, "FD FD FD FC1 FC2 FC3", ALL_3),
-        Case(3, "FD FC FD FC FD FC", ALL_3, routers=0, timeouts=True),
-        Case(3, "FD FC FD", ALL_3, routers=0, timeouts=True, late=True),
+        Case(3, "FD FC FD FC FD FC", ALL_3, counting_blocks=0, timeouts=True),
+        Case(3, "FD FC FD", ALL_3, counting_blocks=0, timeouts=True, late=True),
         Case(3, "FD C D FC FD FC", ALL_3),
-        Case(3, "D D C C2", ALL_3, routers=0, mixed=((1, 1, 1),)),
-        Case(2, "X D C X D C", (full(2, 2),), warps=2, routers=0),
-        Case(3, "X D X D X D", OWN_3, own="slots", routers=0),
-        Case(3, "X D X D", ALL_3, routers=0, timeouts=True),
-        Case(4, "X D X D X D", (full(4, 2, domains=2),), domains=2, chunk=2, routers=0),
+        Case(3, "D D C C2", ALL_3, counting_blocks=0, mixed=((1, 1, 1),)),
+        Case(2, "X D C X D C", (full(2, 2),), warps=2, counting_blocks=0),
+        Case(3, "X D X D X D", OWN_3, own="slots", counting_blocks=0),
+        Case(3, "X D X D", ALL_3, counting_blocks=0, timeouts=True),
+        Case(4, "X D X D X D", (full(4, 2, domains=2),), domains=2, chunk=2, counting_blocks=0),
     ],
     ids=_case_id,
 )
@@ -342,15 +342,15 @@ def test_the_protocol_holds_in_larger_cases(case):
 @pytest.mark.parametrize(
     "case",
     [
-        Case(2, "D D", (ONE_WAY,), routers=0),
-        Case(2, "D", (ONE_WAY,), routers=0, timeouts=True),
-        Case(2, "D", (empty(2),), routers=0, timeouts=True, late=True),
-        Case(2, "D", ((((0,),), ((),)),), routers=0, own="copied", layout="rank"),
-        Case(2, "D C", (ONE_WAY,), routers=0, refused=((1, 1),)),
-        Case(2, "DS", (ONE_WAY,), routers=0, warps=2),
-        Case(2, "FD FC FD", BOTH, routers=0, refused=((1, 1),)),
-        Case(2, "X D", (ONE_WAY,), routers=0),
-        Case(2, "X D", (full(2, 2, True, domains=2),), domains=2, own="copied", routers=0),
+        Case(2, "D D", (ONE_WAY,), counting_blocks=0),
+        Case(2, "D", (ONE_WAY,), counting_blocks=0, timeouts=True),
+        Case(2, "D", (empty(2),), counting_blocks=0, timeouts=True, late=True),
+        Case(2, "D", ((((0,),), ((),)),), counting_blocks=0, own="copied", layout="rank"),
+        Case(2, "D C", (ONE_WAY,), counting_blocks=0, refused=((1, 1),)),
+        Case(2, "DS", (ONE_WAY,), counting_blocks=0, warps=2),
+        Case(2, "FD FC FD", BOTH, counting_blocks=0, refused=((1, 1),)),
+        Case(2, "X D", (ONE_WAY,), counting_blocks=0),
+        Case(2, "X D", (full(2, 2, True, domains=2),), domains=2, own="copied", counting_blocks=0),
     ],
     ids=_case_id,
 )
@@ -361,17 +361,17 @@ def test_the_reduced_search_finds_every_ending_of_larger_cases(case):
 
 
 SMALL = [
-    Case(2, "D C", (ONE_WAY,), routers=0),
-    Case(2, "D", (empty(2),), routers=0, timeouts=True),
-    Case(2, COPIED, (ONE_WAY,), routers=0),
-    Case(1, "X D X D", OWN_1, own="copied", routers=0),
-    Case(1, "X D X D", OWN_1, own="copied", routers=0, timeouts=True),
-    Case(2, "FD FD FD", BOTH, routers=0),
+    Case(2, "D C", (ONE_WAY,), counting_blocks=0),
+    Case(2, "D", (empty(2),), counting_blocks=0, timeouts=True),
+    Case(2, COPIED, (ONE_WAY,), counting_blocks=0),
+    Case(1, "X D X D", OWN_1, own="copied", counting_blocks=0),
+    Case(1, "X D X D", OWN_1, own="copied", counting_blocks=0, timeouts=True),
+    Case(2, "FD FD FD", BOTH, counting_blocks=0),
     Case(2, "FD", BOTH),
-    Case(2, "FD FD FD", (ONE_WAY,), routers=0, refused=((1, 1),)),
-    Case(2, "FD FC", (ONE_WAY,), routers=0, refused=((1, 1),)),
-    Case(2, "FD D", (ONE_WAY,), routers=0),
-    Case(2, "FD", (ONE_WAY,), routers=0, timeouts=True, late=True),
+    Case(2, "FD FD FD", (ONE_WAY,), counting_blocks=0, refused=((1, 1),)),
+    Case(2, "FD FC", (ONE_WAY,), counting_blocks=0, refused=((1, 1),)),
+    Case(2, "FD D", (ONE_WAY,), counting_blocks=0),
+    Case(2, "FD", (ONE_WAY,), counting_blocks=0, timeouts=True, late=True),
 ]
 
 
@@ -386,7 +386,7 @@ def test_the_reduced_search_finds_every_ending(case):
 
 
 def test_a_trace_shows_the_steps_that_lead_to_a_fault():
-    case = Case(2, "D D D", (full(2),), Fault.SINGLE_BUFFER, routers=0)
+    case = Case(2, "D D D", (full(2),), Fault.SINGLE_BUFFER, counting_blocks=0)
     shortest, deep = explore(case), explore(case, deep=True)
     assert len(shortest.trace) <= len(deep.trace)
     line = re.compile(r"rank \d, (dispatch|combine|use) \d, [a-z0-9 ]+: .+")
@@ -395,11 +395,11 @@ def test_a_trace_shows_the_steps_that_lead_to_a_fault():
     overwritten = text.index("LANDS dispatch row 0 of rank 0 at rank 1, parity 0 = operation 2")
     read = text.index("READS dispatch row 0 of rank 0 at rank 1, parity 0 = operation 2")
     assert overwritten < read
-    assert text.splitlines()[-1].startswith("=> rank 1, dispatch 1, placer of 0: READS")
+    assert text.splitlines()[-1].startswith("=> rank 1, dispatch 1, placement block of 0: READS")
 
 
 def test_the_command_reports_a_correct_and_a_broken_protocol(capsys):
-    assert main(["D C D C D C", "--ranks", "3", "--routers", "0"]) == 0
+    assert main(["D C D C D C", "--ranks", "3", "--counting-blocks", "0"]) == 0
     assert "1 endings: the protocol holds" in capsys.readouterr().out
     assert main(["D D D", "--empty", "2", "--fault", "EARLY_END", "--layout", "expert"]) == 1
     assert "it needs operation 1" in capsys.readouterr().out.splitlines()[-1]

@@ -15,7 +15,12 @@ import pytest
 
 from tests.explorer.case import Case, Routing, empty, full
 from tests.explorer.fault import Fault
-from tests.explorer.injected_bugs import injected_bug, injected_in_known, injected_in_lines, injected_in_placers
+from tests.explorer.injected_bugs import (
+    injected_bug,
+    injected_in_known,
+    injected_in_lines,
+    injected_in_placement_blocks,
+)
 from tests.explorer.search import explore
 
 ALL = {
@@ -30,7 +35,7 @@ ALL = {
         for ranks in (2, 3)
         for fault, made in injected_in_known(ranks).items()
     },
-    **{f"{fault.name.lower()} in placers-1": made for fault, made in injected_in_placers().items()},
+    **{f"{fault.name.lower()} in placement blocks-1": made for fault, made in injected_in_placement_blocks().items()},
 }
 FILLED = (full(3), empty(3), full(3))  # a rank that is overwritten in epoch 3 got only words in epoch 2
 ONE_WAY: Routing = (((1,),), ((),))
@@ -62,7 +67,7 @@ def test_the_same_case_holds_without_the_fault(case, how):
 @pytest.mark.parametrize("fault", [Fault.NO_DEPENDENT_WAIT])
 @pytest.mark.parametrize("program", ["D C", "D U1"])
 def test_without_the_dependent_wait_results_are_read_too_early(fault, program):
-    found = explore(Case(3, program, (full(3),), fault, routers=0, layout="rank"), deep=True)
+    found = explore(Case(3, program, (full(3),), fault, counting_blocks=0, layout="rank"), deep=True)
     assert "before it has ended" in found.broken
 
 
@@ -71,7 +76,7 @@ def test_an_epoch_from_the_host_fails_unless_every_call_is_eager():
     ways = ["".join(each) for each in product("er", repeat=3)]
     broken = set()
     for calls in product(ways, repeat=2):
-        if explore(Case(2, "D D D", (full(2),), Fault.BAKED_EPOCH, routers=0, calls=calls), deep=True).broken:
+        if explore(Case(2, "D D D", (full(2),), Fault.BAKED_EPOCH, counting_blocks=0, calls=calls), deep=True).broken:
             broken.add(calls)
     assert set(product(ways, repeat=2)) - broken == {("eee", "eee")}
 
@@ -79,9 +84,9 @@ def test_an_epoch_from_the_host_fails_unless_every_call_is_eager():
 @pytest.mark.parametrize(
     "case",
     [
-        Case(3, "D C D C D C", (full(3),), Fault.SINGLE_BUFFER, routers=0),
-        Case(3, "D C D C D C", (full(3),), Fault.SHARED_EPOCH, routers=0),
-        Case(3, "D D D", FILLED, Fault.NO_LAST_WORDS, routers=0),
+        Case(3, "D C D C D C", (full(3),), Fault.SINGLE_BUFFER, counting_blocks=0),
+        Case(3, "D C D C D C", (full(3),), Fault.SHARED_EPOCH, counting_blocks=0),
+        Case(3, "D D D", FILLED, Fault.NO_LAST_WORDS, counting_blocks=0),
         Case(2, "FD FD FD", (full(2),), Fault.UNPOISONED, timeouts=True),
         Case(2, "D U1", (full(2, own=True),), Fault.OWN_UNHEARD, own="slots", layout="rank"),
         Case(1, "X D X D X D", (full(1, 2, own=True),), Fault.EQUAL, own="copied"),
@@ -95,8 +100,8 @@ def test_a_fault_does_no_harm_where_its_rule_is_not_needed(case):
     - One buffer, or one epoch, is enough if every dispatch is followed by its combine and nothing aliases a slot.
     - The last words of warps matter only with layout rank; with layout expert the heads give the same information.
     - A line that a rank overwrites after a failed wait is missed, not misread.
-    - A rank's own words matter only to placers. Where rows stay in slots, its senders have awaited their rows before
-      the kernel ends.
+    - A rank's own words matter only to placement blocks. Where rows stay in slots, its senders have awaited their rows
+      before the kernel ends.
     - The word of a chunk is never ahead of the crossing for which its reader waits.
     - A rank that waits for every chunk does not leave its rail behind.
     """
@@ -111,7 +116,7 @@ def test_a_fault_does_no_harm_where_its_rule_is_not_needed(case):
     ],
 )
 def test_one_buffer_fails_for_combines_in_a_row(program, how):
-    found = explore(Case(3, program, (full(3),), Fault.SINGLE_BUFFER, routers=0), deep=True)
+    found = explore(Case(3, program, (full(3),), Fault.SINGLE_BUFFER, counting_blocks=0), deep=True)
     assert re.search(how, found.broken), str(found)
 
 
@@ -154,14 +159,14 @@ def test_the_plain_search_finds_the_same_faults(fault, program):
     filled = fault is Fault.EARLY_END
     refused = ((1, 1),) if fault is Fault.UNORDERED_LINES else ()
     routings = (full(2), empty(2), full(2)) if filled else (ONE_WAY,)
-    case = Case(2, program, routings, fault, routers=0, refused=refused)
+    case = Case(2, program, routings, fault, counting_blocks=0, refused=refused)
     plain, reduced = explore(case, reduced=False, deep=True), explore(case, deep=True)
     assert plain.broken
     assert reduced.broken
 
 
 @pytest.mark.one_in(3)
-@pytest.mark.parametrize("made", injected_in_placers().values(), ids=lambda made: made[0].fault.name.lower())
+@pytest.mark.parametrize("made", injected_in_placement_blocks().values(), ids=lambda made: made[0].fault.name.lower())
 def test_the_plain_search_finds_the_same_faults_of_chunks(made):
     case, how = made
     found = explore(case, reduced=False)

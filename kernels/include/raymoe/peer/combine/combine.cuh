@@ -12,7 +12,7 @@
 #endif
 
 #ifndef CARRIES
-#define CARRIES 0  // 1: a float32 number of each entry (token, k) goes home beside the sum of its token
+#define CARRIES 0  // 1: a float32 number of each entry (token, k) is returned beside the sum of its token
 #endif
 
 namespace raymoe {
@@ -31,10 +31,10 @@ struct CombineCall {
     Peers peers;
     Watch watch;
 
-    const u8* expert_rows;  // [capacity][row_bytes]
-    const u8* home;         // of the dispatch: see DispatchCall
+    const u8* expert_rows;   // [capacity][row_bytes]
+    const u8* entry_places;  // of the dispatch: see DispatchCall
     const u32* masks;
-    const Got* got;
+    const DispatchSummary* summary;
     u8* y;  // [tokens][row_bytes]
 
     u64* trace;  // [blocks][TRACE_POINTS], zero before; null unless the build traces
@@ -55,7 +55,7 @@ struct CombineCall {
     __device__ __forceinline__ u64 entry(u32 source, u32 token, bool wanted = true) const {
         const u32 k = threadIdx.x % 32;
         const u64 first = (static_cast<u64>(source) * slot_tokens + token) * topk;
-        return ptx::load_8_if(wanted && k < topk, home + (first + k) * 8, NOWHERE);
+        return ptx::load_8_if(wanted && k < topk, entry_places + (first + k) * 8, NOWHERE);
     }
 };
 
@@ -78,8 +78,8 @@ struct CombineParams : CombineCall {
     u64* taken;
 
     // With CARRIES, else null.
-    const u8* numbers;  // float[capacity]: the number of each place
-    u8* numbers_home;   // float[tokens][topk]: those of this rank's entries, zero for an entry without an expert
+    const u8* numbers;     // float[capacity]: the number of each place
+    u8* returned_numbers;  // float[tokens][topk]: the numbers of this rank's entries, zero for one without an expert
 
     u32 wire_row_bytes;  // of a sum on the wire, a multiple of 16
     u32 slot_bytes;      // of a sum, the numbers after it, and with stamps a stamp for each of its pieces
@@ -90,8 +90,9 @@ struct CombineParams : CombineCall {
     u32 final_blocks;    // of the final reduction: they add the ranks' sums
     u32 pieces;          // of a row; warps take pieces, so that few rows are work for many of them
     u32 arrival_stride;  // words of a rank
-    // The tokens of each source that this launch combines: from 0, T of them. Where it combines some only, `home`,
-    // `masks` and `y` begin at `first_token`, and the kernel counts tokens from there. With CARRIES it combines all.
+    // The tokens of each source that this launch combines: from 0, T of them. Where it combines some only,
+    // `entry_places`, `masks` and `y` begin at `first_token`, and the kernel counts tokens from there. With CARRIES it
+    // combines all.
     u32 first_token;
     u32 most_tokens;
     // Of the numbers in a slot, a multiple of 16; 0 without CARRIES. They are float[topk]: those of the entries whose

@@ -104,7 +104,7 @@ class FinalReduction {
             number |= ptx::load_4_if(k < p_.topk, slot + p_.wire_row_bytes + k * 4, 0);
         }
         if (k < p_.topk) {
-            ptx::store_4(p_.numbers_home + (static_cast<u64>(token) * p_.topk + k) * 4, number);
+            ptx::store_4(p_.returned_numbers + (static_cast<u64>(token) * p_.topk + k) * 4, number);
         }
     }
 

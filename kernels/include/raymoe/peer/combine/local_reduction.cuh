@@ -39,8 +39,8 @@ class LocalReduction {
     // Only issues loads, before the epoch is known.
     __device__ __forceinline__ void begin() {
         const u32 thread = threadIdx.x % 32;
-        cause_ = ptx::load_4(&p_.got->refusal.cause);
-        sent_ = ptx::load_4_if(thread < p_.peers.ranks, &p_.got->tokens[thread], 0);
+        cause_ = ptx::load_4(&p_.summary->refusal.cause);
+        sent_ = ptx::load_4_if(thread < p_.peers.ranks, &p_.summary->tokens[thread], 0);
         entry_ = entry_of(warp_);
     }
 

@@ -85,13 +85,13 @@ struct Refusal {
 };
 static_assert(sizeof(Refusal) == 16, "");
 
-// The results of a dispatch for its combine, besides `home` and `masks`. Device memory of this rank.
-struct Got {
+// The results of a dispatch for its combine, besides `entry_places` and `masks`. Device memory of this rank.
+struct DispatchSummary {
     u32 tokens[MAX_RANKS];  // sent by each source; rows of y from this rank's own number on are zero
     Refusal refusal;
     u64 number;  // the epoch, also if the data is refused
 };
-static_assert(sizeof(Got) == MAX_RANKS * 4 + 24, "");
+static_assert(sizeof(DispatchSummary) == MAX_RANKS * 4 + 24, "");
 
 // The statuses of the last run that was refused: of combines, and of dispatches in backward passes. In host memory that
 // the GPU has mapped. Writer: the last block out; `epoch` last, by a release at system scope. Reader: the host, at any
@@ -153,14 +153,14 @@ struct DispatchCall {
     u32* expert_offsets;  // [local + 1]
     u32* expert_counts;   // [local]
     u8* index;            // [capacity] i64, the slot of each row; null with layout expert
-    u8* home;             // [ranks][slot_tokens][topk]: {position or ~0, weight}
+    u8* entry_places;     // [ranks][slot_tokens][topk]: {place or ~0, weight}
     u32* masks;           // [tokens]: bit r: token t was sent to rank r
-    Got* got;
+    DispatchSummary* summary;
 
     // In a backward pass, else null (passes.cuh).
-    const Got* forward;     // of the dispatch to which it belongs
-    const u64* mark;        // not 0: ranks of other domains run another backward pass; null: there are none
-    RefusalRecord* record;  // for ranks that run the backward passes of different dispatches
+    const DispatchSummary* forward;  // of the dispatch to which it belongs
+    const u64* mark;                 // not 0: ranks of other domains run another backward pass; null: there are none
+    RefusalRecord* record;           // for ranks that run the backward passes of different dispatches
 
     // Of this rank alone.
     u64* trace;  // [blocks][TRACE_POINTS], zero before; null unless the build traces

@@ -19,7 +19,7 @@ class KnownPlaces {
 
     __device__ __forceinline__ u32 count_of(u32 expert) const { return p_.expert_counts[expert]; }
 
-    __device__ __forceinline__ u32 tokens(u32 source) const { return p_.got->tokens[source]; }
+    __device__ __forceinline__ u32 tokens(u32 source) const { return p_.summary->tokens[source]; }
 
     __device__ __forceinline__ u32 most_tokens() const {
         u32 most = 0;
@@ -33,7 +33,7 @@ class KnownPlaces {
     const DispatchCall& p_;
 };
 
-// Reads one row's places out of `home` into `places`.
+// Reads one row's places out of `entry_places` into `places`.
 __device__ inline void plan_row(const DispatchParams& p, const KnownPlaces&, u32, u32 source, u32 token, u32* places) {
     const u64 entries = (static_cast<u64>(source) * p.slot_tokens + token) * p.topk;
     u32 found = 0;
@@ -41,7 +41,7 @@ __device__ inline void plan_row(const DispatchParams& p, const KnownPlaces&, u32
         u32 place[8];  // all loads are in flight together
 #pragma unroll
         for (u32 i = 0; i < 8; ++i) {
-            place[i] = ptx::load_4_if(first + i < p.topk, p.home + (entries + first + i) * 8, NOWHERE);
+            place[i] = ptx::load_4_if(first + i < p.topk, p.entry_places + (entries + first + i) * 8, NOWHERE);
         }
         for (u32 i = 0; i < 8 && first + i < p.topk; ++i) {
             if (place[i] != NOWHERE) {

@@ -178,12 +178,12 @@ struct Index {
 };
 constexpr Index NO_INDEX{false, 0};
 
-// Stores the results of one entry, whose place is `place` or NOWHERE: `home`, its weight and, if `indexed`, its index.
+// Stores the results of one entry: its place, which is `place` or NOWHERE, its weight and, if `indexed`, its index.
 // `slot` is the number of its row's slot.
 __device__ __forceinline__ void plan_entry(const DispatchCall& p, u32 source, u64 entry, u64 routing, u32 place,
                                            bool indexed, u64 slot) {
-    u8* home = p.home + (static_cast<u64>(source) * p.slot_tokens * p.topk + entry) * 8;
-    ptx::store_8(home, (routing & ~0xFFFFFFFFull) | place);
+    u8* at = p.entry_places + (static_cast<u64>(source) * p.slot_tokens * p.topk + entry) * 8;
+    ptx::store_8(at, (routing & ~0xFFFFFFFFull) | place);
     if (place != NOWHERE) {
         ptx::store_4(p.out_weights + place * 4ull, static_cast<u32>(routing >> 32));
         if (indexed) {
@@ -302,7 +302,7 @@ __device__ inline void store_counts(const DispatchCall& p, const Places& where) 
 }
 
 // Stores counts and this block's share of the gaps: every placement block calls this before it touches rows. Returns
-// false if the rows do not fit. Then none is placed, and every `home` is NOWHERE, so the combine sums no row.
+// false if the rows do not fit. Then none is placed, and every entry's place is NOWHERE, so the combine sums no row.
 __device__ inline bool begin_placing(const DispatchCall& p, const Places& where, Share share, Index index) {
     const bool fits = where.fits();
     if (share.number == 0) {
@@ -313,7 +313,7 @@ __device__ inline bool begin_placing(const DispatchCall& p, const Places& where,
             p.scratch->needed = where.total();
         }
         if (threadIdx.x < p.peers.ranks) {
-            p.got->tokens[threadIdx.x] = where.tokens(threadIdx.x);
+            p.summary->tokens[threadIdx.x] = where.tokens(threadIdx.x);
         }
     }
     if (fits) {
@@ -322,7 +322,7 @@ __device__ inline bool begin_placing(const DispatchCall& p, const Places& where,
     }
     const u64 entries = static_cast<u64>(p.peers.ranks) * p.slot_tokens * p.topk;
     for (u64 i = share.number * THREADS + threadIdx.x; i < entries; i += share.blocks * THREADS) {
-        ptx::store_8(p.home + i * 8, NOWHERE);
+        ptx::store_8(p.entry_places + i * 8, NOWHERE);
     }
     for (u32 place = share.number * THREADS + threadIdx.x; index.wanted && place < p.capacity;
          place += share.blocks * THREADS) {

@@ -17,8 +17,9 @@
 // With layout rank rows stay in their slots. The placement blocks only store the index, and copy own rows into their
 // slots.
 //
-// If the routing is known (KNOWN), the places are those that an earlier dispatch has left in `home`. A warp then waits
-// for no counts, only for its rows. Rows go to their places with layout rank too, because slots change with the parity.
+// If the routing is known (KNOWN), the places are those that an earlier dispatch has left in `entry_places`. A warp
+// then waits for no counts, only for its rows. Rows go to their places with layout rank too, because slots change with
+// the parity.
 #pragma once
 
 #include "raymoe/peer/dispatch/chunks.cuh"

@@ -176,12 +176,12 @@ class CountingBlock {
             ptx::atomic_min(&p_.scratch->bad_entry, entry);
         }
         const u32 place = nowhere ? NOWHERE : p_.local_of(expert) << RANK_BITS | rank;
-        const u32 home = nowhere ? NOWHERE : p_.rank_of(expert);
+        const u32 owner = nowhere ? NOWHERE : p_.rank_of(expert);
         const u64 weight = static_cast<u64>(its_weight) << 32;
         for (u32 step = 0; step < p_.peers.ranks; ++step) {
             const u32 peer = p_.peers.in_turn(step);
             u8* routing_at = p_.routing_entry_at(peer, parity_, p_.peers.rank, entry);
-            ptx::store_8(routing_at, weight | (peer == home ? place : NOWHERE));
+            ptx::store_8(routing_at, weight | (peer == owner ? place : NOWHERE));
         }
     }
 

@@ -86,7 +86,7 @@ class LocalReduction {
     // Only issues loads, before the epoch is known.
     __device__ __forceinline__ void begin() {
         const u32 lane = threadIdx.x % 32;
-        sent_ = lane < p_.peers.ranks ? p_.got->tokens[lane] : 0;
+        sent_ = lane < p_.peers.ranks ? p_.summary->tokens[lane] : 0;
         load();
     }
 
