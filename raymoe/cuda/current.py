@@ -1,4 +1,4 @@
-"""Torch's current device, on which alone some torch calls act, and captures on it."""
+"""Torch's current device and stream: calls that act on them alone, captures, and memory for them."""
 
 from __future__ import annotations
 
@@ -29,6 +29,19 @@ def capturing(device: torch.device) -> bool:
 
     with on(device):
         return bool(torch.cuda.is_current_stream_capturing())
+
+
+def keep_for_current_stream(*memory: torch.Tensor | None) -> None:
+    """Keep memory until the work now enqueued on the current stream is done, even if its tensors are freed before.
+
+    Otherwise torch would reuse freed memory at once, for allocations on the stream that it was allocated on. Memory of
+    the current stream itself, and of CPUs, needs nothing. The whole allocation is kept, also for a view.
+    """
+    import torch
+
+    for tensor in memory:
+        if tensor is not None and tensor.is_cuda:
+            tensor.record_stream(torch.cuda.current_stream(tensor.device))
 
 
 class CapturedMemory:

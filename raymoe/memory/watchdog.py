@@ -21,7 +21,6 @@ from __future__ import annotations
 import ctypes
 import threading
 import time
-from collections.abc import Callable
 from dataclasses import dataclass
 
 from raymoe.cuda.driver import bindings, call
@@ -46,13 +45,9 @@ class WatchedWord:
 class Watchdog:
     """A thread that bounds the waits of some channels on one rank until it is closed."""
 
-    def __init__(
-        self, world: World, watched: list[WatchedWord] | None = None, on_abort: Callable[[str], None] | None = None
-    ) -> None:
-        """`on_abort` is called once, from the thread, after this rank was told to stop."""
+    def __init__(self, world: World, watched: list[WatchedWord]) -> None:
         self._world, self._gpu = world, world.gpu
-        self._watched = watched or []
-        self._on_abort = on_abort
+        self._watched = watched
         self._failure: RaymoeError | None = None
         self._ending = threading.Event()
         self._host = HostWords(self._gpu, max(1, len(self._watched)))
@@ -87,14 +82,8 @@ class Watchdog:
         self._host.close()
 
     def _run(self) -> None:
-        abort_seen = False
         while not self._ending.wait(POLL_AFTER_FAILURE_S if self._failure else POLL_S):
-            reason = self._world.waiter.reason
-            if reason is not None and not abort_seen:
-                abort_seen = True
-                if self._on_abort is not None:
-                    self._on_abort(reason)
-            now = time.monotonic()
+            reason, now = self._world.waiter.reason, time.monotonic()
             for index, word in enumerate(self._watched):
                 self._poll(index, word, now, reason)
 

@@ -24,10 +24,10 @@ from typing import Any
 
 import torch
 
+from raymoe.cuda.current import keep_for_current_stream
 from raymoe.errors import ConfigError
 from raymoe.exchange.backend import Dispatched, Ids, Tokens
 from raymoe.exchange.exchange import Exchange
-from raymoe.exchange.peer.kernel_result import keep_for_current_stream
 from raymoe.moe.compiled_order import keep_order
 from raymoe.moe.expert_rows import weigh_gradients
 from raymoe.rows.direct import refuse_derivatives

@@ -20,7 +20,6 @@ from collections import OrderedDict
 
 from raymoe.cuda.error_word import ErrorWord
 from raymoe.cuda.launch import Kernels, Launch
-from raymoe.memory.watchdog import Watchdog
 from raymoe.memory.world import World
 from raymoe.transport.copy_kernel import MOST_TRANSFERS, Ring, Spread, Transfer, copy_launch
 from raymoe.transport.gpu_mover import GpuMover, OrderedBatch
@@ -104,7 +103,7 @@ class TmaMover(GpuMover):
         self._kernels = Kernels(world.gpu)
         self._error = ErrorWord(world.gpu, world.rank)
         self._watch = self._error.watch(world.timeout_s)
-        self._watchdog = Watchdog(world, on_abort=self._error.abort)
+        self._forget_aborts = world.waiter.on_abort(self._error.abort)
         self._numbers = {name: self._error.number(name) for name in ("send", "receive", "release")}
         self._cache: OrderedDict[OrderedBatch, list[Launch]] = OrderedDict()
         copy_launch(self._kernels, [Transfer(0, 0, 0)])  # loads the kernel before any capture
@@ -124,7 +123,7 @@ class TmaMover(GpuMover):
 
     def close(self) -> None:
         super().close()
-        self._watchdog.close()
+        self._forget_aborts()
         self._error.close()
         self._kernels.close()
 

@@ -41,7 +41,6 @@ from raymoe.cuda.graph import Graph
 from raymoe.cuda.launch import Kernels, Launch
 from raymoe.memory.layout import WORD_STRIDE, Layout, Region
 from raymoe.memory.wait import named_by_world
-from raymoe.memory.watchdog import Watchdog
 from raymoe.memory.world import World
 from raymoe.transport.copy_kernel import MOST_TRANSFERS, Transfer, copy_launch
 from raymoe.workload.memory_needed import FLUSH_BYTES, MANY_RUNS, SMALL_TOKENS
@@ -107,7 +106,7 @@ class StreamBarrier:
         self._gpu = world.gpu
         self._kernels = Kernels(world.gpu)
         self._error = ErrorWord(world.gpu, world.rank)
-        self._watchdog = Watchdog(world, on_abort=self._error.abort)
+        self._forget_aborts = world.waiter.on_abort(self._error.abort)
         watch, op = self._error.watch(world.timeout_s), self._error.number("barrier in the stream")
 
         def word(name: str, index: int, rank: int | None = None) -> int:
@@ -133,7 +132,7 @@ class StreamBarrier:
 
     def close(self) -> None:
         self._gpu.synchronise()
-        self._watchdog.close()
+        self._forget_aborts()
         self._error.close()
         self._kernels.close()
         self._heap.close()

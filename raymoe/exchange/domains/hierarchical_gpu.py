@@ -47,7 +47,7 @@ from typing import Any, Protocol, runtime_checkable
 
 import torch
 
-from raymoe.cuda.current import CapturedMemory, capturing
+from raymoe.cuda.current import CapturedMemory, capturing, keep_for_current_stream
 from raymoe.cuda.launcher import Launcher
 from raymoe.errors import Aborted, PeerTimeout, RaymoeError
 from raymoe.exchange.backend import Backend, Dispatched, Ids, Tokens
@@ -57,7 +57,6 @@ from raymoe.exchange.domains.rail_operation import publish_failures
 from raymoe.exchange.domains.rail_rows import RailRows
 from raymoe.exchange.domains.rail_sums import CombineStatus, RailSums
 from raymoe.exchange.peer.fused_chunks import RAIL_OP
-from raymoe.exchange.peer.kernel_result import keep_for_current_stream
 from raymoe.exchange.refusal import raise_first
 from raymoe.exchange.spec import ExchangeSpec
 from raymoe.fp8 import FP8, quantise

@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
+from raymoe.cuda.current import keep_for_current_stream
 from raymoe.cuda.gpu import HostWords
 from raymoe.cuda.jit import KernelSource
 from raymoe.cuda.launch import Launch, Shape
@@ -14,7 +15,6 @@ from raymoe.cuda.launcher import Launcher
 from raymoe.exchange.backend import Dispatched, Ids, Tokens
 from raymoe.exchange.nccl import rounds
 from raymoe.exchange.nccl.rounds import DispatchMemory, Sizes
-from raymoe.exchange.peer.kernel_result import keep_for_current_stream
 from raymoe.exchange.refusal import Refusal
 from raymoe.exchange.spec import ExchangeSpec
 from raymoe.memory.layout import ITEM_BYTES, round_up

@@ -81,17 +81,6 @@ class SavedMetadata:
     """The driver's number of the dispatch's stream, on which `memory` was allocated."""
 
 
-def keep_for_current_stream(*memory: torch.Tensor | None) -> None:
-    """Keep memory until the work now enqueued on the current stream is done, even if its tensors are freed before.
-
-    Otherwise torch would reuse freed memory at once, for allocations on the stream that it was allocated on. Memory of
-    the current stream itself, and of CPUs, needs nothing. The whole allocation is kept, also for a view.
-    """
-    for tensor in memory:
-        if tensor is not None and tensor.is_cuda:
-            tensor.record_stream(torch.cuda.current_stream(tensor.device))
-
-
 class KernelDispatched(Dispatched):
     """A result whose `weights`, `expert_offsets`, `expert_counts` and `index` are made on first use."""
 

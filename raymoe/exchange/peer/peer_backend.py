@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from raymoe.cuda.current import capturing
+from raymoe.cuda.current import capturing, keep_for_current_stream
 from raymoe.cuda.launch import Field, Launch, value_of
 from raymoe.cuda.launcher import Copies
 from raymoe.cuda.params import Params
@@ -21,7 +21,7 @@ from raymoe.exchange.backend import Dispatched, Ids, Tokens
 from raymoe.exchange.peer.build import Build, refuse
 from raymoe.exchange.peer.combine import CombineCall
 from raymoe.exchange.peer.dispatch import DispatchCall, RefusalRecord
-from raymoe.exchange.peer.kernel_result import KernelDispatched, Metadata, SavedMetadata, keep_for_current_stream
+from raymoe.exchange.peer.kernel_result import KernelDispatched, Metadata, SavedMetadata
 from raymoe.exchange.peer.table import AnyStage, Kind, Stage
 from raymoe.exchange.peer.workspace import Workspace
 from raymoe.exchange.refusal import NO_REFUSAL, Refusal, judge_backward, judge_statuses

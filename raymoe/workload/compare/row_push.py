@@ -21,7 +21,6 @@ from raymoe.cuda.params import U32, U64, Address, Params
 from raymoe.cuda.structs import STRUCTS, Peers, Watch
 from raymoe.exchange.peer.workspace import slot_bytes_of
 from raymoe.exchange.spec import ExchangeSpec
-from raymoe.memory.watchdog import Watchdog
 from raymoe.memory.world import World
 from raymoe.transport.copy_kernel import Ring
 from raymoe.workload.clock import OpClock, calls_of
@@ -124,7 +123,7 @@ class RowPush:
         torch.cuda.synchronize(device)
         self._kernels = Kernels(world.gpu)
         self._error = ErrorWord(world.gpu, world.rank)
-        self._watchdog = Watchdog(world, on_abort=self._error.abort)
+        self._forget_aborts = world.waiter.on_abort(self._error.abort)
         params = RowPushParams(
             peers=Peers.of([self.heap.base(rank) for rank in range(world.size)], world.rank),
             x=self.x.data_ptr(),
@@ -156,7 +155,7 @@ class RowPush:
 
     def close(self) -> None:
         self.world.gpu.synchronise()
-        self._watchdog.close()
+        self._forget_aborts()
         self._error.close()
         self._kernels.close()
         self.heap.close()

@@ -9,10 +9,10 @@ from unittest import mock
 import pytest
 import torch
 
+from raymoe.cuda.current import keep_for_current_stream
 from raymoe.exchange.backend import Ids, Tokens
 from raymoe.exchange.exchange import Exchange
 from raymoe.exchange.nccl.nccl_kernels import RoundKernels, SavedMemory
-from raymoe.exchange.peer.kernel_result import keep_for_current_stream
 from raymoe.exchange.spec import ExchangeSpec
 from raymoe.moe.differentiable import combine, dispatch
 from tests.emulator.machine import Emulator
