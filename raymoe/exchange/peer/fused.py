@@ -10,13 +10,13 @@ from __future__ import annotations
 from raymoe.exchange.peer import combine
 from raymoe.exchange.peer.build import Build, Grids
 from raymoe.exchange.peer.dispatch import ALL_PARTS, PLACE, ROUTE, SEND
-from raymoe.exchange.peer.table import Kind, Stages, Table
+from raymoe.exchange.peer.table import BackendKind, LaunchTable, Stages
 
 
-def fused_table(build: Build, grids: Grids, stages: Stages | None = None) -> Table:
+def fused_table(build: Build, grids: Grids, stages: Stages | None = None) -> LaunchTable:
     """Return the table; `stages` makes its launches."""
     stages = stages or Stages(build, grids)
-    return Table(
+    return LaunchTable(
         dispatch=(stages.dispatch(ALL_PARTS),),
         dispatch_send=(stages.dispatch(ROUTE | SEND),),
         dispatch_receive=(stages.dispatch(PLACE),),
@@ -29,4 +29,4 @@ def fused_table(build: Build, grids: Grids, stages: Stages | None = None) -> Tab
     )
 
 
-FUSED = Kind("fused", Build.grids, fused_table)
+FUSED = BackendKind("fused", Build.grids, fused_table)

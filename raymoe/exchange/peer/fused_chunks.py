@@ -17,7 +17,7 @@ from raymoe.exchange.peer.build import Build, Grids
 from raymoe.exchange.peer.dispatch import ChunkedDispatchParams
 from raymoe.exchange.peer.fused import fused_table
 from raymoe.exchange.peer.peer_backend import PeerBackend
-from raymoe.exchange.peer.table import Kind, Stages, Table
+from raymoe.exchange.peer.table import BackendKind, LaunchTable, Stages
 
 PLACE_BYTES, MASK_BYTES = 8, 4
 """Bytes of an entry (token, k), and of a token, in the metadata of a dispatch."""
@@ -26,11 +26,11 @@ RAIL_OP = "rows over the rail"
 """The operation that an error names where a chunk did not come in time."""
 
 
-def chunks_table(build: Build, grids: Grids) -> Table:
+def chunks_table(build: Build, grids: Grids) -> LaunchTable:
     return fused_table(build, grids, Stages(build, grids, rail_op=build.space.error.number(RAIL_OP)))
 
 
-CHUNKS = Kind("fused in chunks", Build.grids, chunks_table)
+CHUNKS = BackendKind("fused in chunks", Build.grids, chunks_table)
 
 
 class ChunksBackend(PeerBackend):

@@ -16,10 +16,10 @@ from raymoe.exchange.peer.build import Build, Grids
 from raymoe.exchange.peer.dispatch import routed_again
 from raymoe.exchange.peer.fused import fused_table
 from raymoe.exchange.peer.ll import LlGrid
-from raymoe.exchange.peer.table import Kind, Stage, Stages, Table
+from raymoe.exchange.peer.table import BackendKind, LaunchTable, Stage, Stages
 
 
-def few_tokens_table(build: Build, grids: Grids) -> Table:
+def few_tokens_table(build: Build, grids: Grids) -> LaunchTable:
     """Return the table for specs for which `is_ll` is true."""
     dispatch, many_tokens = _dispatch(build, grids.sms), Stages(build, grids)
     return replace(
@@ -33,7 +33,7 @@ def few_tokens_table(build: Build, grids: Grids) -> Table:
     )
 
 
-FEW_TOKENS = Kind("fused for few tokens", Build.grids, few_tokens_table)
+FEW_TOKENS = BackendKind("fused for few tokens", Build.grids, few_tokens_table)
 
 
 def _dispatch(build: Build, sms: int) -> Stage:

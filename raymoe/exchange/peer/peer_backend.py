@@ -22,7 +22,7 @@ from raymoe.exchange.peer.build import Build, refuse
 from raymoe.exchange.peer.combine import CombineCall
 from raymoe.exchange.peer.dispatch import DispatchCall, RefusalRecord
 from raymoe.exchange.peer.kernel_result import KernelDispatched, Metadata, SavedMetadata
-from raymoe.exchange.peer.table import AnyStage, Kind, Stage
+from raymoe.exchange.peer.table import AnyStage, BackendKind, Stage
 from raymoe.exchange.peer.workspace import Workspace
 from raymoe.exchange.refusal import NO_REFUSAL, Refusal, judge_backward, judge_statuses
 from raymoe.exchange.spec import ExchangeSpec
@@ -34,7 +34,7 @@ COMBINES, BACKWARD = 0, 1
 
 
 @dataclass(slots=True)
-class Operation:
+class LaunchedOperation:
     """The launches of an operation, which a call enqueues one after another."""
 
     launches: tuple[Launch | Copies, ...]
@@ -49,7 +49,9 @@ class PeerBackend:
 
     capturable = True
 
-    def __init__(self, world: World, spec: ExchangeSpec, workspace: Workspace | None, sms: int, kind: Kind) -> None:
+    def __init__(
+        self, world: World, spec: ExchangeSpec, workspace: Workspace | None, sms: int, kind: BackendKind
+    ) -> None:
         self.world, self.spec, self.kind = world, spec, kind
         refuse(spec)
         self._own_workspace = workspace is None
@@ -101,7 +103,7 @@ class PeerBackend:
         self._combine = self._operation(table.combine)
         self._combine_send = self._operation(table.combine_send)
         self._combine_receive = self._operation(table.combine_receive)
-        self._backward: dict[str, Operation] = {}
+        self._backward: dict[str, LaunchedOperation] = {}
         """The operations of backward passes so far, by name."""
 
     def dispatch(self, tokens: Tokens, out: torch.Tensor | None) -> Dispatched:
@@ -209,7 +211,7 @@ class PeerBackend:
         self.workspace.enqueue("dispatch", operation.sms, operation.launches)
         return got
 
-    def backward_operation(self, name: str) -> Operation:
+    def backward_operation(self, name: str) -> LaunchedOperation:
         """Return an operation of backward passes, by its name in the table. The first pass makes it."""
         operation = self._backward.get(name)
         if operation is None:
@@ -267,13 +269,13 @@ class PeerBackend:
 
     # Launches and their parameters.
 
-    def _operation(self, stages: tuple[AnyStage, ...]) -> Operation:
+    def _operation(self, stages: tuple[AnyStage, ...]) -> LaunchedOperation:
         launches = tuple(self._launch(stage) for stage in stages)
         (deal,) = {stage.deal for stage in stages if isinstance(stage, Stage)}
         sms = max(launch.sms for launch in launches)
         if self._side is not None and isinstance(stages[-1], Stage) and isinstance(stages[-1].params, DispatchCall):
             sms = self.sms  # the last launches of a dispatch may run beside any operation
-        return Operation(launches, deal, sms)
+        return LaunchedOperation(launches, deal, sms)
 
     def _launch(self, stage: AnyStage) -> Launch | Copies:
         """Return the launch of a stage, which all operations with the stage share."""
@@ -309,7 +311,7 @@ class PeerBackend:
         if saved.stream != self.workspace.stream():
             keep_for_current_stream(saved.memory)
 
-    def _set_dispatch(self, operation: Operation, got: Dispatched, tokens: Tokens) -> None:
+    def _set_dispatch(self, operation: LaunchedOperation, got: Dispatched, tokens: Tokens) -> None:
         """Set the parameters of a call in all launches of a dispatch."""
         memory, in_slots = got.saved(SavedMetadata).address, self._slot_rows is not None
         weights, expert_offsets, expert_counts, index, entry_places, masks, summary = self._written
@@ -339,14 +341,14 @@ class PeerBackend:
             if operation.deal is not None:
                 operation.deal(fields, got.tokens)
 
-    def _set_pass(self, operation: Operation, forward: Dispatched) -> None:
+    def _set_pass(self, operation: LaunchedOperation, forward: Dispatched) -> None:
         """Let a dispatch say that it belongs to the backward pass of the dispatch `forward`."""
         address = forward.saved(SavedMetadata).address + self._metadata.at["summary"]
         for launch in operation.launches:
             launch.fields.forward, launch.fields.site = address, forward.site
 
     def _set_combine(
-        self, operation: Operation, rows: torch.Tensor, got: Dispatched, weighted: bool, out: torch.Tensor
+        self, operation: LaunchedOperation, rows: torch.Tensor, got: Dispatched, weighted: bool, out: torch.Tensor
     ) -> None:
         """Set the parameters of a call in all launches of a combine."""
         memory, at = got.saved(SavedMetadata).address, self._metadata.at

@@ -23,7 +23,7 @@ from raymoe.exchange.peer.dispatch import (
     alltoallv_source,
     pack_source,
 )
-from raymoe.exchange.peer.table import CopyStage, Kind, Stages, Table
+from raymoe.exchange.peer.table import BackendKind, CopyStage, LaunchTable, Stages
 
 AT_ONCE = {"at_once": 1}
 """Rows by ordinary stores have no arrival words, so the launch that places waits for `done` of all senders."""
@@ -39,13 +39,13 @@ def staged_grids(build: Build, sms: int) -> Grids:
     return replace(grids, dispatch=replace(grids.dispatch, senders=blocks, sender_warps=WIDE), combine=summing)
 
 
-def staged_table(build: Build, grids: Grids) -> Table:
+def staged_table(build: Build, grids: Grids) -> LaunchTable:
     stages = Stages(build, grids, AT_ONCE)
     route, place = stages.dispatch(ROUTE), stages.dispatch(PLACE)
     alltoallv = stages.kernel(alltoallv_source(build.space.stamped), Shape(grids.dispatch.senders, WIDE * 32), SEND)
     move = stages.dispatch(SEND) if build.fp8 else alltoallv
     reduce_sums, add_sums = stages.combine(REDUCE), stages.combine(SUM)
-    return Table(
+    return LaunchTable(
         dispatch=(route, move, place),
         dispatch_send=(route, move),
         dispatch_receive=(place,),
@@ -58,7 +58,7 @@ def staged_table(build: Build, grids: Grids) -> Table:
     )
 
 
-STAGED = Kind("staged", staged_grids, staged_table)
+STAGED = BackendKind("staged", staged_grids, staged_table)
 
 # `staged` by the copy engine: no SM is busy while rows are on the link.
 #
@@ -75,7 +75,7 @@ STAGED = Kind("staged", staged_grids, staged_table)
 # that stream, so a captured send and its receive are in one graph.
 
 
-def copied_table(build: Build, grids: Grids) -> Table:
+def copied_table(build: Build, grids: Grids) -> LaunchTable:
     # The copies are as one warp of one sender: its word announces all rows.
     stages = Stages(build, grids, AT_ONCE | {"senders": 1, "sender_warps": 1})
     route, place = stages.dispatch(ROUTE), stages.dispatch(PLACE)
@@ -107,4 +107,4 @@ def _copies(build: Build) -> CopyStage:
     return CopyStage(space.heap.base(own) + block, targets, build.slot_bytes)
 
 
-COPIED = Kind("staged by the copy engine", staged_grids, copied_table)
+COPIED = BackendKind("staged by the copy engine", staged_grids, copied_table)

@@ -68,7 +68,7 @@ AnyStage: TypeAlias = Stage | CopyStage
 
 
 @dataclass(frozen=True)
-class Table:
+class LaunchTable:
     """The stages of each operation, in the order of their work."""
 
     dispatch: tuple[AnyStage, ...]
@@ -93,12 +93,12 @@ class Table:
 
 
 @dataclass(frozen=True)
-class Kind:
+class BackendKind:
     """A kind of backend: how it lays out its launches on some SMs, and its table."""
 
     name: str
     grids: Callable[[Build, int], Grids]
-    table: Callable[[Build, Grids], Table]
+    table: Callable[[Build, Grids], LaunchTable]
 
 
 @dataclass(frozen=True)
