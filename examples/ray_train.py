@@ -2,8 +2,8 @@
 
     python examples/ray_train.py
 
-If the cluster has enough GPUs, each worker has its own; otherwise all are CPU ranks. STRICT_PACK places them on one
-host.
+It exchanges rows and trains no model. If the cluster has enough GPUs, each worker has its own; otherwise all are CPU
+ranks. STRICT_PACK places them on one host.
 """
 
 import tempfile
