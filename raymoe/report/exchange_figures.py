@@ -139,7 +139,7 @@ def _bar_figure(group: Group, several: bool) -> Figure:
     title = _title(group)
     return Figure(
         _stem(group, group.op),
-        f"Time of {title[0].lower()}{title[1:]}",
+        f"Time of {'a ' * (group.op == 'step')}{title[0].lower()}{title[1:]}",
         how_and_where(lines),
         [Panel(BarChart("Time", rows, most, unit="µs"))],
         columns,
