@@ -35,11 +35,13 @@ lint: $(STAMP)
 types: $(STAMP)
 	$(BIN)/mypy
 
-# Two halves that take the same time run side by side, because tests of Ray wait a lot. Their output comes last. A third
-# part beside them would make `make test` shorter, and tests with deadlines of seconds fail on two slow cores.
+# Two halves that take the same time run side by side, because tests of Ray and of domains wait a lot. Their output comes
+# last. A third part beside them would make `make test` shorter, and tests with deadlines of seconds fail on two slow
+# cores.
+WAITING := tests/unit/exchange/domains tests/unit/gang
 define HALVES
-@log=$$(mktemp) && { $(BIN)/pytest $(1) tests/gang >$$log 2>&1 & } && gang=$$! && trap "kill $$gang; exit 130" INT TERM && \
-  { $(BIN)/pytest $(1) raymoe tests/gpu tests/unit; others=$$?; \
+@log=$$(mktemp) && { $(BIN)/pytest $(1) tests/gang $(WAITING) >$$log 2>&1 & } && gang=$$! && trap "kill $$gang; exit 130" INT TERM && \
+  { $(BIN)/pytest $(1) raymoe tests/gpu tests/unit $(addprefix --ignore=,$(WAITING)); others=$$?; \
     wait $$gang; code=$$?; cat $$log; rm -f $$log; [ $$others$$code = 00 ]; }
 endef
 

@@ -299,6 +299,7 @@ def _step_until_lost(rank: int, lost: int, signum: int) -> Any:
     return errors, took
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize(("lost", "signum"), [(2, signal.SIGKILL), (0, signal.SIGSTOP)])
 def test_a_lost_rank_ends_the_waits_of_all_ranks(tmp_path: Path, lost: int, signum: int) -> None:
     """A stopped rank 0 answers no question to the store that it serves."""

@@ -41,6 +41,7 @@ def awkward_rows(dtype: torch.dtype) -> torch.Tensor:
     return x.to(dtype)
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])
 @pytest.mark.parametrize("kind", ["fused", "ll"])
 def test_rows_quantised_by_torch_are_those_of_the_kernels(kind: str, dtype: str) -> None:
