@@ -35,10 +35,10 @@ lint: $(STAMP)
 types: $(STAMP)
 	$(BIN)/mypy
 
-# Two halves that take the same time run side by side, because tests of Ray and of domains wait a lot. Their output comes
+# Two halves that take the same time run side by side, because tests of Ray and of worlds wait a lot. Their output comes
 # last. A third part beside them would make `make test` shorter, and tests with deadlines of seconds fail on two slow
 # cores.
-WAITING := tests/unit/exchange/domains tests/unit/gang
+WAITING := tests/unit/exchange/domains tests/unit/gang tests/unit/memory tests/unit/net
 define HALVES
 @log=$$(mktemp) && { $(BIN)/pytest $(1) tests/gang $(WAITING) >$$log 2>&1 & } && gang=$$! && trap "kill $$gang; exit 130" INT TERM && \
   { $(BIN)/pytest $(1) raymoe tests/gpu tests/unit $(addprefix --ignore=,$(WAITING)); others=$$?; \
