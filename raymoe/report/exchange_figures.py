@@ -210,7 +210,7 @@ _SMS_IN_CASE = re.compile(r"(?:^|,)sms=([1-9]\d{0,5})(?:,|$)")
 
 
 def sms_in_case(line: Line) -> int | None:
-    """Read from a case's name how many SMs it asks for; None if the name has no number.
+    """Read from a case's name how many SMs it asks for. A name without a number gives None.
 
     >>> sms_in_case({"case": "layout=rank,sms=24"}), sms_in_case({"case": "layout=rank,sms=auto"})
     (24, None)

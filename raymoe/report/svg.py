@@ -382,7 +382,7 @@ class BarChart:
     most: float
     least: float = 0.0
     unit: str = ""
-    """What the axis of a file says."""
+    """The label of the axis in a file."""
     tight: bool = False
 
     def at(self, value: float, width: float) -> float:

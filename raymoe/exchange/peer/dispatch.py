@@ -33,7 +33,7 @@ BufferOffsets = Annotated[tuple[int, ...], ctypes.c_uint64 * 2]
 
 @dataclass(frozen=True)
 class DispatchSummary(Params):
-    """What a dispatch tells its combine, besides `entry_places` and `masks`. The numbers of tokens come first."""
+    """Values of a dispatch for its combine, besides `entry_places` and `masks`. The numbers of tokens come first."""
 
     tokens: Annotated[tuple[int, ...], ctypes.c_uint32 * MAX_RANKS]
     refusal: PackedRefusal
