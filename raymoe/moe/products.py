@@ -1,0 +1,185 @@
+"""Products of experts by kernels/moe/product.cu: each expert's rows times its weights.
+
+The kernel takes weights as rows of its tiles and tokens as columns, in steps of 8. So an expert costs the rows that it
+has. docs/products.md says when that pays.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from dataclasses import dataclass, field
+from math import inf
+from typing import Annotated
+
+import torch
+
+from raymoe.cuda.jit import KernelSource
+from raymoe.cuda.params import F32, U32, Address, Params
+from raymoe.cuda.tensor_map import EncodedMap, TensorMap
+from raymoe.errors import ConfigError
+from raymoe.rows.pipe_tensors import ALIGNMENT
+
+THREADS = 384
+COLUMNS = 64
+"""Columns of a stage."""
+HALF_ROWS = 128
+"""Rows of weights in each half of a tile."""
+TOKEN_BOXES = (64, 32, 16, 8)
+SHARED_BYTES = 227 << 10
+OUTPUT_STEP, COLUMN_STEP = 16, 8
+"""Outputs and columns of a weight are multiples of these."""
+
+
+@dataclass(frozen=True)
+class TileClass:
+    """A build of the kernel: the most tokens of a tile, and its stages."""
+
+    tokens: int
+    stages: int
+
+    @property
+    def stage_bytes(self) -> int:
+        return (2 * HALF_ROWS + self.tokens) * COLUMNS * 2
+
+    def shared_bytes(self, experts: int) -> int:
+        """The stages, their barriers, two records of tiles with theirs, and the first tile of each expert.
+
+        >>> TileClass(176, 4).shared_bytes(256) <= SHARED_BYTES
+        True
+        """
+        return self.stages * (self.stage_bytes + 16) + 2 * (16 + 32) + 4 * (experts + 1)
+
+
+FEW, MANY = TileClass(64, 5), TileClass(176, 4)
+
+
+@dataclass(frozen=True)
+class ProductParams(Params):
+    """The parameters of kernels/moe/product.cu."""
+
+    first: EncodedMap
+    second: EncodedMap
+    tokens: Annotated[tuple[EncodedMap, ...], EncodedMap.array(len(TOKEN_BOXES))]
+    expert_offsets: Address
+    expert_counts: Address
+    y: Address
+    gate_up: Address
+    bias: Address
+    row_weights: Address
+    taken: Address
+    experts: U32
+    outputs: U32
+    columns: U32
+    alpha: F32
+    limit: F32
+    up_plus: F32
+    unused: Annotated[tuple[int, ...], ctypes.c_uint64 * 6] = (0,) * 6
+
+
+@dataclass(frozen=True)
+class Gate:
+    """How gate and up become one: see `Activation`."""
+
+    interleaved: bool = False
+    alpha: float = 1.0
+    limit: float = inf
+    up_plus: float = 0.0
+
+    @property
+    def general(self) -> bool:
+        return (self.alpha, self.limit, self.up_plus) != (1.0, inf, 0.0)
+
+
+@dataclass(slots=True)
+class Product:
+    """x[C, K] times weight[L, N, K], of bfloat16 or float16. The offsets are int32[L + 1], the counts int32[L].
+
+    Without a gate y is [C, N]. With one, N is gate and up rows, y is [C, N / 2], and `gate_up`, [C, N], takes the
+    products. `bias` is [L, N], `row_weights` float32[C]. With `zero_gaps` a gap becomes zeros up to a multiple of 16.
+    """
+
+    x: torch.Tensor
+    weight: torch.Tensor
+    offsets: torch.Tensor
+    counts: torch.Tensor
+    y: torch.Tensor
+    gate: Gate | None = None
+    gate_up: torch.Tensor | None = None
+    bias: torch.Tensor | None = None
+    row_weights: torch.Tensor | None = None
+    zero_gaps: bool = False
+    tiles: TileClass = field(default=MANY)
+
+    @property
+    def outputs(self) -> int:
+        return self.weight.shape[1] // (1 if self.gate is None else 2)
+
+    def source(self) -> KernelSource:
+        """Return the build for this product."""
+        switches = {
+            "GATED_ROWS": self.gate is not None,
+            "INTERLEAVED": self.gate is not None and self.gate.interleaved,
+            "GENERAL_GATE": self.gate is not None and self.gate.general,
+            "STORES_GATE_UP": self.gate_up is not None,
+            "BIASED_ROWS": self.bias is not None,
+            "WEIGHTED_ROWS": self.row_weights is not None,
+            "ZERO_GAPS": self.zero_gaps,
+            "HALF_FLOATS": self.x.dtype is torch.float16,
+        }
+        defines = [("MOST_TOKENS", str(self.tiles.tokens)), ("PRODUCT_STAGES", str(self.tiles.stages))]
+        defines += [(name, "1") for name, wanted in switches.items() if wanted]
+        return KernelSource("moe/product", (ProductParams, EncodedMap), tuple(defines))
+
+    def maps(self) -> tuple[TensorMap, TensorMap, tuple[TensorMap, ...]]:
+        """Return the maps of both halves of the weights, and of the tokens by boxes of 64, 32, 16 and 8 rows."""
+        experts, rows, columns = self.weight.shape
+        item, half = self.weight.element_size(), self.x.dtype is torch.float16
+        row_bytes = columns * item
+        interleaved = self.gate is not None and self.gate.interleaved
+        between = 2 * row_bytes if interleaved else row_bytes
+        sizes = (columns, self.outputs, experts)
+        strides, box = (between, rows * row_bytes), (COLUMNS, HALF_ROWS, 1)
+        up = 0 if self.gate is None else row_bytes if interleaved else self.outputs * row_bytes
+        at = self.weight.data_ptr()
+        first, second = (TensorMap(address, sizes, strides, box, half) for address in (at, at + up))
+        tokens = tuple(
+            TensorMap(self.x.data_ptr(), (columns, len(self.x)), (row_bytes,), (COLUMNS, box_rows), half)
+            for box_rows in TOKEN_BOXES
+        )
+        return first, second, tokens
+
+    def check(self) -> None:
+        """Refuse what the kernel cannot compute."""
+        columns = self.weight.shape[2]
+        if self.outputs % OUTPUT_STEP or columns % COLUMN_STEP:
+            raise ConfigError(
+                f"{self.outputs} outputs of {columns} columns; the product takes multiples of {OUTPUT_STEP} outputs "
+                f"and {COLUMN_STEP} columns"
+            )
+        for name in ("x", "weight", "y", "gate_up"):
+            tensor = getattr(self, name)
+            if tensor is not None and tensor.data_ptr() % ALIGNMENT:
+                raise ConfigError(f"product: {name} does not begin at a multiple of {ALIGNMENT} bytes: call .clone()")
+
+    def params(self, encoded: tuple[EncodedMap, EncodedMap, tuple[EncodedMap, ...]], taken: int) -> ProductParams:
+        """Return the parameters; `taken` is the address of the counter of tiles."""
+        gate = self.gate or Gate()
+        first, second, tokens = encoded
+        return ProductParams(
+            first=first,
+            second=second,
+            tokens=tokens,
+            expert_offsets=self.offsets.data_ptr(),
+            expert_counts=self.counts.data_ptr(),
+            y=self.y.data_ptr(),
+            gate_up=0 if self.gate_up is None else self.gate_up.data_ptr(),
+            bias=0 if self.bias is None else self.bias.data_ptr(),
+            row_weights=0 if self.row_weights is None else self.row_weights.data_ptr(),
+            taken=taken,
+            experts=self.weight.shape[0],
+            outputs=self.outputs,
+            columns=self.weight.shape[2],
+            alpha=gate.alpha,
+            limit=gate.limit,
+            up_plus=gate.up_plus,
+        )
