@@ -189,7 +189,8 @@ class MoELayer(nn.Module):
             got = dispatch(self.exchange, x.contiguous(), topk_idx, topk_weights, site=self.number)
             if after_dispatch is not None:
                 after_dispatch()
-            rows = self.experts(got.x, got.expert_offsets, got.expert_counts, got.weights)
+            expected = self.rows_of_an_expert(len(x))
+            rows = self.experts(got.x, got.expert_offsets, got.expert_counts, got.weights, expected_rows=expected)
             return combine(self.exchange, rows, got, weighted=False)
         spec, out = self.exchange.spec, None
         if spec.layout == "expert" and spec.depth == 0:

@@ -114,6 +114,22 @@ class Product:
     def outputs(self) -> int:
         return self.weight.shape[1] // (1 if self.gate is None else 2)
 
+    @property
+    def half(self) -> bool:
+        return self.x.dtype is torch.float16
+
+    @property
+    def most_tiles(self) -> int:
+        """An upper bound of the number of tiles, from the sizes alone.
+
+        >>> x, weight, places = torch.empty(352, 64), torch.empty(2, 512, 64), torch.empty(3)
+        >>> Product(x, weight, places, places, x).most_tiles
+        8
+        """
+        experts, rows = self.weight.shape[0], len(self.x)
+        outputs_of_tile = 2 * HALF_ROWS if self.gate is None else HALF_ROWS
+        return -(-self.outputs // outputs_of_tile) * (min(experts, rows) + rows // self.tiles.tokens)
+
     def source(self) -> KernelSource:
         """Return the build for this product."""
         switches = {
@@ -124,7 +140,7 @@ class Product:
             "BIASED_ROWS": self.bias is not None,
             "WEIGHTED_ROWS": self.row_weights is not None,
             "ZERO_GAPS": self.zero_gaps,
-            "HALF_FLOATS": self.x.dtype is torch.float16,
+            "HALF_FLOATS": self.half,
         }
         defines = [("MOST_TOKENS", str(self.tiles.tokens)), ("PRODUCT_STAGES", str(self.tiles.stages))]
         defines += [(name, "1") for name, wanted in switches.items() if wanted]
@@ -132,26 +148,34 @@ class Product:
 
     def maps(self) -> tuple[TensorMap, TensorMap, tuple[TensorMap, ...]]:
         """Return the maps of both halves of the weights, and of the tokens by boxes of 64, 32, 16 and 8 rows."""
+        return *self.weight_maps(), self.token_maps()
+
+    def weight_maps(self) -> tuple[TensorMap, TensorMap]:
+        """Return the maps of both halves of the weights: gate and up, or twice the whole."""
         experts, rows, columns = self.weight.shape
-        item, half = self.weight.element_size(), self.x.dtype is torch.float16
-        row_bytes = columns * item
+        row_bytes = columns * self.weight.element_size()
         interleaved = self.gate is not None and self.gate.interleaved
         between = 2 * row_bytes if interleaved else row_bytes
         sizes = (columns, self.outputs, experts)
         strides, box = (between, rows * row_bytes), (COLUMNS, HALF_ROWS, 1)
         up = 0 if self.gate is None else row_bytes if interleaved else self.outputs * row_bytes
         at = self.weight.data_ptr()
-        first, second = (TensorMap(address, sizes, strides, box, half) for address in (at, at + up))
-        tokens = tuple(
-            TensorMap(self.x.data_ptr(), (columns, len(self.x)), (row_bytes,), (COLUMNS, box_rows), half)
+        first, second = (TensorMap(address, sizes, strides, box, self.half) for address in (at, at + up))
+        return first, second
+
+    def token_maps(self) -> tuple[TensorMap, ...]:
+        """Return the maps of the tokens, by boxes of 64, 32, 16 and 8 rows."""
+        rows, columns = self.x.shape
+        strides = (columns * self.x.element_size(),)
+        return tuple(
+            TensorMap(self.x.data_ptr(), (columns, rows), strides, (COLUMNS, box_rows), self.half)
             for box_rows in TOKEN_BOXES
         )
-        return first, second, tokens
 
     def check(self) -> None:
         """Refuse what the kernel cannot compute."""
         columns = self.weight.shape[2]
-        if self.outputs % OUTPUT_STEP or columns % COLUMN_STEP:
+        if not fits(self.outputs, columns):
             raise ConfigError(
                 f"{self.outputs} outputs of {columns} columns; the product takes multiples of {OUTPUT_STEP} outputs "
                 f"and {COLUMN_STEP} columns"
@@ -183,3 +207,12 @@ class Product:
             limit=gate.limit,
             up_plus=gate.up_plus,
         )
+
+
+def fits(outputs: int, columns: int) -> bool:
+    """Whether the kernel computes as many outputs of as many columns.
+
+    >>> fits(16, 8), fits(24, 64), fits(16, 12)
+    (True, False, False)
+    """
+    return outputs % OUTPUT_STEP == 0 and columns % COLUMN_STEP == 0 and min(outputs, columns) > 0
