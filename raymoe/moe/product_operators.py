@@ -245,6 +245,8 @@ def _gate_by_torch(
 ) -> tuple[Tensor, Tensor]:
     groups, bias = operands.groups, operands.bias
     gate_up = multiply_by_torch(operands.x, operands.weight, groups)
+    if form == PLAIN and bias is None and not zeroes_gaps:
+        return _swiglu(gate_up, groups, operands.row_weights), gate_up if keep_gate_up else gate_up.new_empty(0)
     if not keep_gate_up:
         return gated_activation(form, gate_up, bias, groups, operands.row_weights), gate_up.new_empty(0)
     if bias is not None:
@@ -252,6 +254,15 @@ def _gate_by_torch(
     elif zeroes_gaps:
         gate_up = zero_gaps(gate_up, groups)
     return gated_activation(form, gate_up, None, groups, operands.row_weights), gate_up
+
+
+def _swiglu(gate_up: Tensor, groups: Groups, row_weights: Tensor | None) -> Tensor:
+    y: Tensor
+    if row_weights is None:
+        y = _ops.swiglu(gate_up, groups.offsets, None)
+    else:
+        y = _ops.weighted_swiglu(gate_up, row_weights, groups.offsets, None)
+    return y
 
 
 def _fake_gate(x: Tensor, weight: Tensor, *others: Any) -> tuple[Tensor, Tensor]:
