@@ -27,7 +27,7 @@ def rows_of_experts(kind: str, rows: int, experts: int) -> list[int]:
     """Return the rows of each expert; `rows` is their mean. A hot expert has `rows`, the others HOT_OTHERS each.
 
     >>> rows_of_experts("equal", 3, 4), rows_of_experts("hot", 9, 4)
-    ([3, 3, 3, 3], [4, 9, 4, 4])
+    ([3, 3, 3, 3], [4, 4, 9, 4])
     >>> sum(rows_of_experts("uniform", 256, 64)), sum(rows_of_experts("zipf", 256, 64))
     (16384, 16384)
     """

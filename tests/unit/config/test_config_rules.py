@@ -93,7 +93,7 @@ OWN_ROUTER = "layer: {router: {kind: softmax}}\n"
     [
         (OWN_ROUTER, "routing={kind: hot}", "routing hot beside a softmax router, which chooses experts itself"),
         (OWN_ROUTER, "routing.masked=0.5", "0.5 of the ids masked beside a softmax router"),
-        ("world: {device: cuda}\n", "shape.dtype=float32", "experts on GPUs are bfloat16, not float32"),
+        ("world: {device: cuda}\n", "shape.dtype=float32", "experts on GPUs are not float32"),
         ("world: {device: cpu}\n", "exchange.backend=fused", "fused is no backend of cpu ranks"),
         ("world: {device: cuda, domain: 2}\n", "exchange.backend=collective", "collective does not cross 2 domains of"),
         ("world: {device: cpu}\n", "steps.graph=true", "CUDA graphs need GPU ranks and these are CPU ranks"),

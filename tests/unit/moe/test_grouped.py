@@ -284,6 +284,14 @@ def test_tensors_that_do_not_belong_together_are_refused(changed: dict[str, Any]
             function(*positional, **given)
 
 
+def test_names_that_it_does_not_know_are_refused() -> None:
+    given: Any = torch.ones(8, 4), torch.ones(2, 6, 4), torch.tensor([0, 4, 8]), torch.tensor([1, 2])
+    with pytest.raises(TypeError, match="limit"):
+        grouped_linear(*given, limit=7.0)  # type: ignore[call-arg]
+    with pytest.raises(TypeError, match="clamp"):
+        grouped_swiglu(*given, clamp=7.0)  # type: ignore[call-overload]
+
+
 def test_gates_that_have_no_up_and_limits_of_no_sense_are_refused() -> None:
     x, places = torch.ones(8, 4), (torch.tensor([0, 4, 8]), torch.tensor([1, 2]))
     with pytest.raises(ConfigError, match="5 rows of gate_up"):

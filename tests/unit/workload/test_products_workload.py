@@ -252,7 +252,7 @@ def test_jobs_that_cannot_run_are_refused(changes: list[str], said: str) -> None
 MODELS = ("deepseek_v4_flash", "gpt_oss_120b", "kimi_k2", "mixtral_8x22b", "qwen3_235b")
 
 
-@pytest.mark.parametrize("name", ["bench_products", *(f"products_{model}" for model in MODELS)])
+@pytest.mark.parametrize("name", ["bench_products", *(f"bench_products_{model}" for model in MODELS)])
 def test_each_config_fits_a_gpu_of_80_gb(name: str) -> None:
     cases = load_job(name).cases()
     assert max(device_bytes(case) for case in cases) < 75 * 2**30
