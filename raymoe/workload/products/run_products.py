@@ -27,6 +27,10 @@ from raymoe.workload.progress import Progress, step_listener
 from raymoe.workload.traffic import Traffic
 
 
+SWIGLU_SLACK = 2
+"""Some systems round gate and up before SwiGLU, which adds their errors."""
+
+
 class ProductClock(Protocol):
     """Times the functions of systems, on CPU ranks or GPU ranks."""
 
@@ -79,7 +83,7 @@ class _Turns:
     def __init__(self, case: Case, world: World, task: Task, clock: ProductClock) -> None:
         self._case, self._world, self._task, self._clock = case, world, task, clock
         steps = case.job.steps
-        self._bound = BOUNDS[task.x.dtype]
+        self._bound = BOUNDS[task.x.dtype] * (SWIGLU_SLACK if task.gated else 1)
         self._steps = Steps(steps.warmup, steps.count, steps.verify, self._bound)
         self._reasons: dict[str, str] = {}
         self._errors: dict[str, float] = {}

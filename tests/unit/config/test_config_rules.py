@@ -104,6 +104,13 @@ def test_an_impossible_layer_is_refused(tmp_path, config, setting, expected):
     assert expected in problem
 
 
+def test_a_layer_on_gpus_may_be_float16_without_a_backward_pass(tmp_path):
+    job = "workload: layer\nworld: {device: cuda}\nshape: {dtype: float16}\n"
+    assert load_job(str(write(tmp_path, job)), []).shape.dtype == "float16"
+    (problem,) = problems(tmp_path, job, "layer.backward=true")
+    assert "experts on GPUs are not float16 with a backward pass" in problem and "write bfloat16" in problem
+
+
 def test_the_exchange_of_a_layer_may_have_a_limit_of_sms(tmp_path):
     assert load_job("layer_deepseek_v3", ["exchange.sms=48"]).exchange.sms == 48
     (problem,) = problems(tmp_path, "workload: layer\nworld: {device: cpu}\n", "exchange.sms=12")

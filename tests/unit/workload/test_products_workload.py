@@ -17,6 +17,7 @@ from raymoe.workload import Progress, run_case
 from raymoe.workload.memory_needed import device_bytes, products_bytes
 from raymoe.workload.oracle import BOUNDS
 from raymoe.workload.products import systems as systems_of
+from raymoe.workload.products.run_products import SWIGLU_SLACK
 from raymoe.workload.products.systems import CLASSES, COPY, OURS, OWN, SYSTEMS, Prepared, Unavailable
 from raymoe.workload.products.tasks import (
     HOT_OTHERS,
@@ -72,7 +73,7 @@ def test_each_product_has_a_line_for_each_system(kind: str, dtype: str) -> None:
             assert line["samples"] == 0 and ("compute capability" in line["skipped"] or "GPUs" in line["skipped"])
             continue
         assert line["samples"] == 3 and line["verified"] is True, line
-        assert line["max_error"] <= BOUNDS[getattr(torch, dtype)]
+        assert line["max_error"] <= BOUNDS[getattr(torch, dtype)] * (SWIGLU_SLACK if line["op"] == "up_swiglu" else 1)
         if line["backend"] == COPY:
             assert line["bytes_memory"] == weights and line["tflops"] is None
             continue
@@ -123,7 +124,7 @@ def test_experts_start_at_multiples_of_16_and_each_compared_row_has_one() -> Non
 def test_the_oracle_finds_a_wrong_row_and_a_missing_one(op: str, name: str) -> None:
     task = Task.drawn(op, ProductSizes((3, 0, 40, 16), 48, 24, "bfloat16"), 0, CPU)
     prepared = SYSTEMS[name](task)
-    bound = BOUNDS[torch.bfloat16]
+    bound = BOUNDS[torch.bfloat16] * SWIGLU_SLACK
     y = prepared.compute()
     assert prepared.error(y) <= bound
     last = int(task.checked[-1]) if name != "dense" else task.rows - 1
@@ -188,7 +189,7 @@ class DeepGemm:
 def test_deep_gemm_gets_rows_as_it_needs_them(form: str, op: str) -> None:
     task = Task.drawn(op, ProductSizes((3, 0, 40, 16), 48, 24, "bfloat16"), 0, CPU)
     prepared = getattr(systems_of, f"_deep_gemm_{form}")(task, DeepGemm)
-    assert prepared.error(prepared.compute()) <= BOUNDS[torch.bfloat16]
+    assert prepared.error(prepared.compute()) <= BOUNDS[torch.bfloat16] * SWIGLU_SLACK
     assert padded_places((3, 0, 40, 16), 128) == ([0, 128, 128, 256], 384)
 
 
