@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, Literal
 
 import torch
@@ -11,7 +12,7 @@ from raymoe.memory.world import World
 from raymoe.workload.clock import TimedOp
 from raymoe.workload.pointwise.gpu_clock import TorchGraphClock
 from raymoe.workload.pointwise.operations import poison
-from raymoe.workload.products.systems import Compute
+from raymoe.workload.products.systems import Prepared
 
 
 class GpuClock:
@@ -25,8 +26,9 @@ class GpuClock:
         self.clock = TorchGraphClock(world, self.stream, self.settle, captured=self.captured)
         self._products: list[GpuProduct] = []
 
-    def ready(self, compute: Compute) -> GpuProduct:
-        product = GpuProduct(self, compute)
+    def ready(self, make: Callable[[], Prepared]) -> GpuProduct:
+        with torch.cuda.stream(self.stream):
+            product = GpuProduct(self, make())
         self._products.append(product)
         return product
 
@@ -41,16 +43,15 @@ class GpuClock:
 
 
 class GpuProduct:
-    """A function of one system; its replays write the same memory each time."""
+    """A function of one system; its replays write the same memory each time. Made on the clock's stream."""
 
-    def __init__(self, clock: GpuClock, compute: Compute) -> None:
+    def __init__(self, clock: GpuClock, prepared: Prepared) -> None:
+        self.prepared = prepared
         self._clock = clock
-        self._compute: Compute | None = compute  # replays use its tensors
         self._y: Tensor | None = None
-        with torch.cuda.stream(clock.stream):
-            self._work()  # compiles and loads before the capture
-            clock.settle()
-            self._timed: TimedOp | None = clock.clock.timed(self._work)
+        self._work()  # compiles and loads before the capture
+        clock.settle()
+        self._timed: TimedOp | None = clock.clock.timed(self._work)
 
     def sample(self) -> float:
         assert self._timed is not None
@@ -68,8 +69,7 @@ class GpuProduct:
         return self._y
 
     def close(self) -> None:
-        self._timed = self._compute = self._y = None
+        self._timed = self._y = None
 
     def _work(self) -> None:
-        assert self._compute is not None
-        self._y = self._compute()
+        self._y = self.prepared.compute()

@@ -21,11 +21,10 @@ from raymoe.errors import one_line
 from raymoe.memory.world import World
 from raymoe.workload.measure import Line, Samples, Step, Steps, measure, result_line
 from raymoe.workload.oracle import BOUNDS
-from raymoe.workload.products.systems import OWN, SYSTEMS, Compute, Prepared, Unavailable
+from raymoe.workload.products.systems import OWN, SYSTEMS, Prepared, Unavailable
 from raymoe.workload.products.tasks import OPS, ProductSizes, Task
 from raymoe.workload.progress import Progress, step_listener
 from raymoe.workload.traffic import Traffic
-
 
 SWIGLU_SLACK = 2
 """Some systems round gate and up before SwiGLU, which adds their errors."""
@@ -36,14 +35,17 @@ class ProductClock(Protocol):
 
     captured: bool
 
-    def ready(self, compute: Compute) -> TimedProduct:
-        """Prepare a function to be timed."""
+    def ready(self, make: Callable[[], Prepared]) -> TimedProduct:
+        """Make a system's function and prepare it to be timed, on the stream that is timed."""
 
     def close(self) -> None: ...
 
 
 class TimedProduct(Protocol):
-    """A function that is ready to be timed."""
+    """A system that is ready to be timed."""
+
+    @property
+    def prepared(self) -> Prepared: ...
 
     def sample(self) -> float:
         """Compute once on a cold L2 cache; return microseconds."""
@@ -71,12 +73,6 @@ def _clock(world: World, case: Case) -> ProductClock:
     return GpuClock(world, case.job.steps.graph)
 
 
-@dataclass(frozen=True)
-class _System:
-    prepared: Prepared
-    timed: TimedProduct
-
-
 class _Turns:
     """All systems of one operation, and the step in which each computes once."""
 
@@ -87,7 +83,7 @@ class _Turns:
         self._steps = Steps(steps.warmup, steps.count, steps.verify, self._bound)
         self._reasons: dict[str, str] = {}
         self._errors: dict[str, float] = {}
-        self._systems: dict[str, _System] = {}
+        self._systems: dict[str, TimedProduct] = {}
         for name in SYSTEMS:
             self._prepare(name)
 
@@ -96,9 +92,8 @@ class _Turns:
         and so is a wrong result."""
         reason = None
         try:
-            prepared = SYSTEMS[name](self._task)
-            system = _System(prepared, self._clock.ready(prepared.compute))
-            if name not in OWN and (wrong := prepared.error(system.timed.result())) > self._bound:
+            system = self._clock.ready(lambda: SYSTEMS[name](self._task))
+            if name not in OWN and (wrong := system.prepared.error(system.result())) > self._bound:
                 reason = f"its result has an error of {wrong:.3g}, and the bound is {self._bound:.3g}"
         except Unavailable as error:
             reason = str(error)
@@ -114,11 +109,11 @@ class _Turns:
             self._reasons[name] = first
 
     def __call__(self, index: int, *, verify: bool) -> Step:  # noqa: ARG002  (all steps have the same tensors)
-        us = tuple(system.timed.sample() for system in self._systems.values())
+        us = tuple(system.sample() for system in self._systems.values())
         if not verify:
             return Step(us)
         for name, system in self._systems.items():
-            error = system.prepared.error(system.timed.result())
+            error = system.prepared.error(system.result())
             self._errors[name] = max(error, self._errors.get(name, 0.0))
         return Step(us, max(self._errors.values()))
 
@@ -178,9 +173,10 @@ class CpuClock:
     def __init__(self, world: World) -> None:
         self._world = world
 
-    def ready(self, compute: Compute) -> TimedProduct:
-        compute()
-        return _CpuProduct(self._world, compute)
+    def ready(self, make: Callable[[], Prepared]) -> TimedProduct:
+        prepared = make()
+        prepared.compute()
+        return _CpuProduct(self._world, prepared)
 
     def close(self) -> None: ...
 
@@ -188,13 +184,13 @@ class CpuClock:
 @dataclass(frozen=True)
 class _CpuProduct:
     world: World
-    compute: Compute
+    prepared: Prepared
 
     def sample(self) -> float:
         self.world.barrier("products: start")
         started = perf_counter_ns()
-        self.compute()
+        self.prepared.compute()
         return (perf_counter_ns() - started) / 1e3
 
     def result(self) -> Tensor:
-        return self.compute()
+        return self.prepared.compute()
