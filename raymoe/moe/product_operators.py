@@ -161,12 +161,12 @@ def _multiply(*arguments: Any) -> Tensor:
     *tensors, expected_rows, zeroes_gaps, gaps_are_zero = arguments
     operands = _Operands(*tensors)
     x, weight, bias, row_weights = operands.x, operands.weight, operands.bias, operands.row_weights
-    if not product_launch.takes(x, weight, None):
-        return _multiply_by_torch(operands, zeroes_gaps and not gaps_are_zero)
     few = bias is None and row_weights is None and not zeroes_gaps and few_rows.takes(x, weight, gated=False)
     tiles = choose(_bounded(expected_rows, x, weight), few)
     if tiles is None:
         return operands.by_few_rows(gated=False)
+    if not product_launch.takes(x, weight, None):
+        return _multiply_by_torch(operands, zeroes_gaps and not gaps_are_zero)
     product = operands.product(None, tiles, False, zeroes_gaps)
     product_launch.launch(product)
     return product.y
@@ -228,13 +228,13 @@ def _gate(*arguments: Any) -> tuple[Tensor, Tensor]:
     operands, form = _Operands(*operands_and_form[:6]), ActivationForm(*operands_and_form[6:])
     x, weight = operands.x, operands.weight
     gate = Gate(form.interleaved, form.alpha, form.limit, form.up_plus)
-    if not product_launch.takes(x, weight, gate):
-        return _gate_by_torch(operands, form, keep_gate_up, zeroes_gaps and not gaps_are_zero)
     few = operands.bias is None and operands.row_weights is None and not keep_gate_up and not zeroes_gaps
     few = few and form == PLAIN and few_rows.takes(x, weight, gated=True)
     tiles = choose(_bounded(expected_rows, x, weight), few)
     if tiles is None:
         return operands.by_few_rows(gated=True), x.new_empty(0)
+    if not product_launch.takes(x, weight, gate):
+        return _gate_by_torch(operands, form, keep_gate_up, zeroes_gaps and not gaps_are_zero)
     product = operands.product(gate, tiles, keep_gate_up, zeroes_gaps)
     product_launch.launch(product)
     return product.y, x.new_empty(0) if product.gate_up is None else product.gate_up

@@ -208,6 +208,14 @@ def test_expected_rows_choose_the_kernel(kernels: list[str], function: Any) -> N
     assert kernels == ["few_rows.cu", "few", "few", "many"], "the memory for the rows bounds what can be expected"
 
 
+def test_other_gpus_with_bulk_copies_have_few_rows_too(kernels: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(product_launch, "has_kernel", lambda _: False)
+    for expected in (16, 17):
+        grouped_linear(*given(64), expected_rows=expected)
+    grouped_swiglu(*given(64), expected_rows=16)
+    assert kernels == ["few_rows.cu"] * 2
+
+
 def test_few_rows_take_a_class_of_product_where_few_rows_cannot_compute_them(kernels: list[str]) -> None:
     bias, weights = torch.ones(2, 64, dtype=BF16), torch.ones(4000)
     for function in (grouped_linear, grouped_swiglu):
