@@ -62,7 +62,8 @@ class MoELayer(nn.Module):
     - **Gradients** of experts are the sum over the tokens of all ranks. Those of the router, the norm and the shared
       expert are of this rank's tokens, as before the all-reduce of DDP. All ranks run the backward pass.
     - **Exchanges.** Layers of a world that have the same spec share one exchange, which the world closes.
-    - **On GPUs** nothing waits for the device, and weights are bfloat16. The shared expert runs beside the dispatch.
+    - **On GPUs** nothing waits for the device, and weights are bfloat16 or float16. The shared expert runs beside the
+      dispatch.
 
     >>> with World.open(rank=0, size=1) as world:
     ...     world.wire([world.descriptor()])

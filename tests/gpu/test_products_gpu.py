@@ -258,7 +258,8 @@ def test_no_call_makes_the_host_wait() -> None:
 def fill_free_memory_with_nan() -> None:
     """Let the next allocations begin with NaN."""
     torch.cuda.synchronize()
-    some = [torch.full((1 << 22,), torch.nan, device="cuda", dtype=BF16) for _ in range(8)]
+    sizes = [1 << 22] * 8 + [1 << 17] * 64  # torch's cache has a pool for large tensors, and one for small ones
+    some = [torch.full((size,), torch.nan, device="cuda", dtype=BF16) for size in sizes]
     torch.cuda.synchronize()
     del some
 
