@@ -150,7 +150,7 @@ class Experts(nn.Module):
         if _in_kernels(x):
             gated = Added(gate_up_bias, weights, expected_rows, gaps_are_zero=True)
             h, _ = gate_experts(x, gate_up_proj, groups, gated, self.activation.form)
-            added = Added(bias if weights is None else None, None, expected_rows, gaps_are_zero=True)
+            added = Added(bias if weights is None else None, None, expected_rows, zero_gaps=False, gaps_are_zero=True)
             y = multiply_experts(h, down_proj, groups, added)
             return y if bias is None or weights is None else add_expert_bias(y, bias, groups, weights)
         gate_up = multiply_by_torch(x, gate_up_proj, groups)

@@ -40,6 +40,8 @@ class Added:
     """float32[C]: each result is multiplied by its weight."""
     expected_rows: float = inf
     """The rows that an expert has on average, as the caller guesses. It chooses the kernel."""
+    zero_gaps: bool = True
+    """Whether results become zero in gaps where gradients are needed: another product of them needs that."""
     gaps_are_zero: bool = False
     """Whether x, the row weights and the gradients of results are zero in gaps, for the gradients of weights. Otherwise
     a backward pass makes them so."""
@@ -50,7 +52,7 @@ def multiply_experts(x: Tensor, weight: Tensor, groups: Groups, added: Added) ->
     check_dtype(x)
     tensors = x, weight, groups.offsets, groups.counts, added.bias, added.row_weights
     gradients = _needs_gradient(tensors)
-    arguments = *tensors, added.expected_rows, gradients, added.gaps_are_zero
+    arguments = *tensors, added.expected_rows, gradients and added.zero_gaps, added.gaps_are_zero
     direct = not gradients and _directly(tensors)
     y: Tensor = _multiply(*arguments) if direct else _ops.grouped_linear(*arguments)
     return y
@@ -73,7 +75,8 @@ def gate_experts(
     tensors = x, weight, groups.offsets, groups.counts, added.bias, added.row_weights
     gradients = _needs_gradient(tensors)
     numbers = form.interleaved, form.alpha, form.limit, form.up_plus
-    arguments = *tensors, *numbers, added.expected_rows, gradients or keep_gate_up, gradients, added.gaps_are_zero
+    kept, zeroed = gradients or keep_gate_up, gradients and added.zero_gaps
+    arguments = *tensors, *numbers, added.expected_rows, kept, zeroed, added.gaps_are_zero
     direct = not gradients and _directly(tensors)
     results: tuple[Tensor, Tensor] = _gate(*arguments) if direct else _ops.grouped_gated(*arguments)
     return results

@@ -336,7 +336,7 @@ def test_experts_take_the_kernel_for_both_products(
     launched.clear()
     trained = experts(x.clone().requires_grad_(), case.groups.offsets, case.groups.counts, share, expected_rows=400.0)
     assert [product.gate is not None for product in launched] == [True, False]
-    assert [product.zero_gaps for product in launched] == [True, True]
+    assert [product.zero_gaps for product in launched] == [True, False], "no product of the results follows"
     exact = Exact(case.groups)
     h = exact.gated(x, experts.gate_up_proj, activation.form, experts.gate_up_proj_bias)
     y = exact.linear(h, experts.down_proj, experts.down_proj_bias, share)

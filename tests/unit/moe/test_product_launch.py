@@ -261,6 +261,9 @@ def test_experts_on_a_gpu_take_it_with_and_without_gradients(
         experts(x, *places, share, expected_rows=20.0)
     assert experts(x, *places, share, expected_rows=400.0).requires_grad
     assert kernels == ["many", "many", "few", "few", "many", "many"]
+    kernels.clear()
+    assert experts(x, *places, share, expected_rows=4.0).requires_grad
+    assert kernels == ["few", "few" if activation == GPT_OSS and not weighted else "few_rows.cu"]
 
 
 @pytest.mark.skipif(compiler() is None, reason="needs a C++ compiler, which compiles kernels for a CPU")
@@ -273,7 +276,10 @@ def test_experts_by_the_emulated_kernel_equal_float64(monkeypatch: pytest.Monkey
     small = TileClass(16, 2)
     monkeypatch.setattr(product_operators, "choose", lambda *_: small)
 
+    zeroed: list[bool] = []
+
     def emulate(call: Product) -> None:
+        zeroed.append(call.zero_gaps)
         for tensor in (call.y, call.gate_up):
             if tensor is not None:
                 tensor.fill_(torch.nan)
@@ -300,6 +306,8 @@ def test_experts_by_the_emulated_kernel_equal_float64(monkeypatch: pytest.Monkey
         wanted = exact.linear(h, same[2], biases[1], factor)
         for have in (inferred, trained):
             near(have[own], wanted[own], 2e-2)
+        assert zeroed == [False, False, True, False], "of the second product's results there is no other product"
+        zeroed.clear()
         dy = case.rows(32, 7).where(own[:, None], 0)
         found = torch.autograd.grad(trained, [leaf, experts.gate_up_proj, experts.down_proj], dy)
         for have, want in zip(found, torch.autograd.grad(wanted, same, dy.double()), strict=True):
