@@ -58,20 +58,34 @@ __device__ __forceinline__ u64 rows_descriptor(u32 shared) {
     return SWIZZLE_128 | GROUP_STRIDE | UNUSED | static_cast<u64>(shared / 16 & 0x3FFF);
 }
 
+// Gives a stage back to the loading thread.
+__device__ __forceinline__ void give_back(const Memory& memory, u32 turn) {
+    if (threadIdx.x % 32 == 0) {
+        ptx::barrier_arrive(memory.empty(turn % STAGES));
+    }
+}
+
 // Multiplies a tile of N tokens and stores its results. The multiplying warps call this.
 template <u32 N>
 __device__ __forceinline__ void multiply_tile(const ProductParams& p, const Memory& memory, const ProductTile& tile,
                                               u32& turn) {
-    const u32 warpgroup = threadIdx.x / 128, lane = threadIdx.x % 32;
+    const u32 warpgroup = threadIdx.x / 128;
     float sums[2][N / 2];
 #pragma unroll
     for (u32 i = 0; i < N / 2; ++i) {
         sums[0][i] = sums[1][i] = 0.0f;
     }
     const u32 steps = (p.columns + COLUMNS - 1) / COLUMNS;
+    bool holds = false;  // the stage before: its wgmma may still read it
     for (u32 step = 0; step < steps; ++step, ++turn) {
-        const u32 stage = turn % STAGES;
-        await(memory.full(stage), turn / STAGES & 1);
+        const u32 stage = turn % STAGES, parity = turn / STAGES & 1;
+        // Where memory is slower than wgmma, a stage that is held until the next one has come would not be loaded.
+        if (holds && !__all_sync(0xFFFFFFFF, ptx::barrier_is_over(memory.full(stage), parity))) {
+            ptx::wgmma_wait<0>();
+            give_back(memory, turn - 1);
+            holds = false;
+        }
+        await(memory.full(stage), parity);
         const u64 rows = rows_descriptor(memory.weights(stage) + warpgroup * (HALF_BYTES / 2));
         const u64 tokens = rows_descriptor(memory.tokens(stage));
         ptx::wgmma_fence();  // orders the registers of the sums before the wgmma that add to them
@@ -83,17 +97,14 @@ __device__ __forceinline__ void multiply_tile(const ProductParams& p, const Memo
             }
         }
         ptx::wgmma_commit();
-        if (step != 0) {
+        if (holds) {
             ptx::wgmma_wait<1>();
-            if (lane == 0) {
-                ptx::barrier_arrive(memory.empty((turn - 1) % STAGES));
-            }
+            give_back(memory, turn - 1);
         }
+        holds = true;
     }
     ptx::wgmma_wait<0>();
-    if (lane == 0) {
-        ptx::barrier_arrive(memory.empty((turn - 1) % STAGES));
-    }
+    give_back(memory, turn - 1);
     const Results results(p, tile);
 #pragma unroll
     for (u32 eight = 0; eight < N / 8; ++eight) {
