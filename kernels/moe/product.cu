@@ -26,7 +26,8 @@
 //
 // Stages: STAGES of 64 columns each, for 256 rows of weights and MOST_TOKENS tokens.
 //   full    one arrival: the loading thread, with the bytes of the stage
-//   empty   an arrival of each multiplying warp, after the wgmma that read the stage
+//   empty   an arrival of each multiplying warp, after the wgmma that read the stage: at once with GIVE_BACK_AT_ONCE,
+//           where memory bounds the product; else when the next stage's wgmma are under way
 // Tiles: the loading thread writes each tile to one of two records; the multiplying warps read it.
 //   told    one arrival: the loading thread, after it wrote the record
 //   read    an arrival of each multiplying warp, after it read the record
@@ -76,16 +77,9 @@ __device__ __forceinline__ void multiply_tile(const ProductParams& p, const Memo
         sums[0][i] = sums[1][i] = 0.0f;
     }
     const u32 steps = (p.columns + COLUMNS - 1) / COLUMNS;
-    bool holds = false;  // the stage before: its wgmma may still read it
     for (u32 step = 0; step < steps; ++step, ++turn) {
-        const u32 stage = turn % STAGES, parity = turn / STAGES & 1;
-        // Where memory is slower than wgmma, a stage that is held until the next one has come would not be loaded.
-        if (holds && !__all_sync(0xFFFFFFFF, ptx::barrier_is_over(memory.full(stage), parity))) {
-            ptx::wgmma_wait<0>();
-            give_back(memory, turn - 1);
-            holds = false;
-        }
-        await(memory.full(stage), parity);
+        const u32 stage = turn % STAGES;
+        await(memory.full(stage), turn / STAGES & 1);
         const u64 rows = rows_descriptor(memory.weights(stage) + warpgroup * (HALF_BYTES / 2));
         const u64 tokens = rows_descriptor(memory.tokens(stage));
         ptx::wgmma_fence();  // orders the registers of the sums before the wgmma that add to them
@@ -97,14 +91,18 @@ __device__ __forceinline__ void multiply_tile(const ProductParams& p, const Memo
             }
         }
         ptx::wgmma_commit();
-        if (holds) {
+        if constexpr (GIVES_BACK_AT_ONCE) {
+            ptx::wgmma_wait<0>();
+            give_back(memory, turn);
+        } else if (step != 0) {
             ptx::wgmma_wait<1>();
             give_back(memory, turn - 1);
         }
-        holds = true;
     }
-    ptx::wgmma_wait<0>();
-    give_back(memory, turn - 1);
+    if constexpr (!GIVES_BACK_AT_ONCE) {
+        ptx::wgmma_wait<0>();
+        give_back(memory, turn - 1);
+    }
     const Results results(p, tile);
 #pragma unroll
     for (u32 eight = 0; eight < N / 8; ++eight) {

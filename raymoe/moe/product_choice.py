@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from math import inf
 
-from raymoe.moe.products import FEW, MANY, TileClass
+from raymoe.moe.products import FEW, MANY, SOME, TileClass
 
-CHOICES: tuple[tuple[float, TileClass | None], ...] = ((16.0, None), (64.0, FEW), (inf, MANY))
+CHOICES: tuple[tuple[float, TileClass | None], ...] = ((16.0, None), (72.0, FEW), (144.0, SOME), (inf, MANY))
 """Rows of an expert, on average, up to which each is the fastest. None is few_rows.cu (docs/experiments/few_rows.md),
 which has SwiGLU alone; the others are classes of product.cu."""
 

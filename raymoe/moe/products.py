@@ -36,6 +36,8 @@ class TileClass:
 
     tokens: int
     stages: int
+    at_once: bool = False
+    """Whether a stage is given back before the next one is multiplied, which pays where memory bounds the product."""
 
     @property
     def stage_bytes(self) -> int:
@@ -50,7 +52,7 @@ class TileClass:
         return self.stages * (self.stage_bytes + 16) + 2 * (16 + 32) + 4 * (experts + 1)
 
 
-FEW, MANY = TileClass(64, 5), TileClass(176, 4)
+FEW, SOME, MANY = TileClass(96, 5, at_once=True), TileClass(176, 4, at_once=True), TileClass(176, 4)
 
 
 @dataclass(frozen=True)
@@ -133,6 +135,7 @@ class Product:
     def source(self) -> KernelSource:
         """Return the build for this product."""
         switches = {
+            "GIVE_BACK_AT_ONCE": self.tiles.at_once,
             "GATED_ROWS": self.gate is not None,
             "INTERLEAVED": self.gate is not None and self.gate.interleaved,
             "GENERAL_GATE": self.gate is not None and self.gate.general,

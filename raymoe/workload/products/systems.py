@@ -90,7 +90,7 @@ def _class(tiles: TileClass, task: Task) -> Prepared:
 
 def name_of(tiles: TileClass) -> str:
     """Name the system that computes by one class of product.cu."""
-    return f"product_{tiles.tokens}"
+    return f"product_{tiles.tokens}" + ("_at_once" if tiles.at_once else "")
 
 
 # torch.

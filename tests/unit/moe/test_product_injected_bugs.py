@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from raymoe.moe.products import MANY, Gate
+from raymoe.moe.products import MANY, Gate, TileClass
 from tests.emulator.build import KERNELS, Change, compiler
 from tests.emulator.machine import EmulatorError
 from tests.unit.moe.emulated_product import ProductCase, judge, run_product
@@ -21,6 +21,7 @@ SHORT = ProductCase((17, 0, 40, 1), columns=64, outputs=272)
 BIASED = ProductCase((1, 1), columns=64, outputs=272, bias=True, weighted=True)
 BOXES = ProductCase((120, 40), columns=64, outputs=16, tiles=MANY)
 ONE_TILE = ProductCase((5,), columns=64, outputs=16)
+AT_ONCE = ProductCase((17, 0, 40, 1), columns=200, outputs=144, tiles=TileClass(16, 2, at_once=True))
 _FILES = [KERNELS / "moe/product.cu", *(KERNELS / "include/raymoe/moe/product").glob("*.cuh")]
 
 
@@ -36,7 +37,9 @@ def gated(old: str, new: str = "", which: int | None = None) -> tuple[ProductCas
     return injected(old, new, which, GATED)
 
 
-GIVEN_BACK = "ptx::barrier_arrive(memory.empty((turn - 1) % STAGES));"
+GIVEN_BACK = "give_back(memory, turn - 1);"
+LAST_WAIT = "if constexpr (!GIVES_BACK_AT_ONCE) {\n        ptx::wgmma_wait<0>();"
+WAIT_AT_ONCE = "if constexpr (GIVES_BACK_AT_ONCE) {\n            ptx::wgmma_wait<0>();"
 INJECTED_BUGS = {
     # The stages.
     "no wait for an empty stage": injected("await(memory.empty(stage), (turn / STAGES + 1) & 1);"),
@@ -46,6 +49,8 @@ INJECTED_BUGS = {
     "a stage is given back without a wait": injected("ptx::wgmma_wait<1>();"),
     "the stage of this turn is given back": injected(GIVEN_BACK, GIVEN_BACK.replace("turn - 1", "turn"), which=0),
     "the last stage is not given back": injected(GIVEN_BACK, which=1),
+    "a stage is given back at once without a wait": injected(WAIT_AT_ONCE, WAIT_AT_ONCE.split("\n")[0], case=AT_ONCE),
+    "a stage is not given back at once": injected("give_back(memory, turn);", case=AT_ONCE),
     "a stage is empty when one warpgroup has read it": injected(
         "ptx::barrier_init(memory.empty(stage), MULTIPLYING_WARPS);", "ptx::barrier_init(memory.empty(stage), 4);"
     ),
@@ -58,7 +63,7 @@ INJECTED_BUGS = {
     "barriers are not fenced": injected("ptx::fence_barrier_init();"),
     # wgmma.
     "the sums are not zero at first": injected("sums[0][i] = sums[1][i] = 0.0f;"),
-    "results before the last product": injected("ptx::wgmma_wait<0>();", "ptx::wgmma_wait<1>();"),
+    "results before the last product": injected(LAST_WAIT, LAST_WAIT.replace("<0>", "<1>")),
     "products are not committed": injected("ptx::wgmma_commit();"),
     "another stride between groups of rows": injected(
         "static_cast<u64>(1024 / 16) << 32", "static_cast<u64>(512 / 16) << 32"
@@ -110,7 +115,7 @@ BY_ERROR = {
     "it has written sums while wgmma adds to them": injected(
         "ptx::wgmma_commit();", "ptx::wgmma_commit(); sums[1][0] += 1.0f;"
     ),
-    "its block ends with a wgmma that no wait covers": injected("ptx::wgmma_wait<0>();", case=ONE_TILE),
+    "its block ends with a wgmma that no wait covers": injected(LAST_WAIT, LAST_WAIT.split("\n")[0], case=ONE_TILE),
     "begins at .* of shared memory, no multiple of 1024": injected(
         "return weights(stage) + WEIGHT_BYTES;", "return weights(stage) + WEIGHT_BYTES + 128;"
     ),
@@ -118,7 +123,7 @@ BY_ERROR = {
         "ptx::wgmma_commit();", "if (threadIdx.x >= 32) ptx::wgmma_commit();"
     ),
     "the threads of its warp take different steps": injected(
-        "ptx::wgmma<N>(sums[half], rows +", "ptx::wgmma<N>(sums[half], rows + lane / 31 * 2 +"
+        "ptx::wgmma<N>(sums[half], rows +", "ptx::wgmma<N>(sums[half], rows + threadIdx.x % 32 / 31 * 2 +"
     ),
     "waits until all four warps have issued its wgmma": injected(
         "ptx::wgmma_fence();",

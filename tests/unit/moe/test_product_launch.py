@@ -17,7 +17,7 @@ from raymoe.moe.expert_rows import Groups
 from raymoe.moe.experts import GPT_OSS, SWIGLU, Experts, ModelWeights
 from raymoe.moe.few_rows import FewRows
 from raymoe.moe.product_choice import CHOICES
-from raymoe.moe.products import FEW, MANY, THREADS, Gate, Product, TileClass
+from raymoe.moe.products import FEW, MANY, SOME, THREADS, Gate, Product, TileClass
 from tests.emulator.build import compiler
 from tests.emulator.tensor_map import emulated_map
 from tests.unit.moe.emulated_product import run_product
@@ -179,7 +179,7 @@ def kernels(monkeypatch: pytest.MonkeyPatch) -> list[str]:
         for tensor in (call.y, call.gate_up):
             if tensor is not None:
                 tensor.zero_()
-        found.append("few" if call.tiles == FEW else "many")
+        found.append({FEW: "few", SOME: "some", MANY: "many"}[call.tiles])
 
     def by_few_rows(call: FewRows) -> None:
         call.y.zero_()
@@ -199,13 +199,13 @@ def given(rows: int = 4000, outputs: int = 64, columns: int = 64, dtype: torch.d
 
 @pytest.mark.parametrize("function", [grouped_linear, grouped_swiglu])
 def test_expected_rows_choose_the_kernel(kernels: list[str], function: Any) -> None:
-    for expected in (1, 16, 17, 64, 65, 5000, None):
+    for expected in (1, 16, 17, 72, 73, 144, 145, 5000, None):
         function(*given(), expected_rows=expected)
-    assert kernels == ["few_rows.cu", "few_rows.cu", "few", "few", "many", "many", "many"]
+    assert kernels == ["few_rows.cu", "few_rows.cu", "few", "few", "some", "some", "many", "many", "many"]
     kernels.clear()
-    for rows in (32, 33, 128, 129):
+    for rows in (32, 33, 144, 145, 289):
         function(*given(rows))
-    assert kernels == ["few_rows.cu", "few", "few", "many"], "the memory for the rows bounds what can be expected"
+    assert kernels == ["few_rows.cu", "few", "few", "some", "many"], "the memory for the rows bounds the expected ones"
 
 
 def test_other_gpus_with_bulk_copies_have_few_rows_too(kernels: list[str], monkeypatch: pytest.MonkeyPatch) -> None:

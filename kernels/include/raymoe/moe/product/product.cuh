@@ -12,6 +12,11 @@
 #ifndef PRODUCT_STAGES
 #define PRODUCT_STAGES 4
 #endif
+#ifdef GIVE_BACK_AT_ONCE
+#define AT_ONCE true
+#else
+#define AT_ONCE false
+#endif
 #ifdef GATED_ROWS
 #define GATED true
 #else
@@ -48,6 +53,7 @@ namespace raymoe {
 using u16 = unsigned short;
 
 constexpr u32 TOKENS = MOST_TOKENS, STAGES = PRODUCT_STAGES;
+constexpr bool GIVES_BACK_AT_ONCE = AT_ONCE;
 constexpr u32 MULTIPLYING_WARPS = 8, LOADING_WARP = 8, PRODUCT_THREADS = 384;
 constexpr u32 HALF_ROWS = 128;  // rows of weights in each half of a tile
 constexpr u32 OUTPUTS = GATED ? HALF_ROWS : 2 * HALF_ROWS;
