@@ -54,6 +54,7 @@ def test_the_classes_of_layers(tiles: TileClass, counts: tuple[int, ...], gate: 
     check(ProductCase(counts, columns=136, gate=gate, tiles=tiles))
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("tiles", [SMALL, pytest.param(OTHER, marks=pytest.mark.thorough)], ids=str)
 @pytest.mark.parametrize("seed", range(6))
 def test_any_number_of_blocks_shares_the_tiles(tiles: TileClass, seed: int) -> None:
