@@ -92,6 +92,23 @@ def test_a_rank_that_stops_answering_is_named_and_ends_the_run(
         assert len(generations) == 1 and generations[0]["culprit"] == wanted[ranks]
 
 
+def test_the_ranks_of_all_domains_and_the_summary_name_the_same_culprit(
+    start: Start, head: Head, tmp_path: Path
+) -> None:
+    """Rank 0 waits for rank 2 of the other domain, which waits for rank 3."""
+    config = configs.write(tmp_path, world__ranks=4, world__domain=2, shape__experts=8, steps__count=configs.LONG)
+    run = start(config, "--address", head.address, first=CALM)
+    run.wait_for(r"case 1/1 default: step")
+    pids = run.pids()
+    os.kill(pids[3], signal.SIGSTOP)
+    assert run.end(20) == 5, run.stderr()
+    assert summary_of(run.out)["generations"][0]["culprit"] == 3
+    for rank in range(3):
+        (log,) = head.folder.glob(f"session_latest/logs/worker-*-{pids[rank]}.out")
+        (said,) = re.findall(r"failed: (.*)", log.read_text())
+        assert re.search(r"waited 2\.\d s for rank 3 |was waiting because of rank 3", said), said
+
+
 class FaultyDriver(Driver):
     """A driver that calls a function with rank 1's pid just before an action."""
 
