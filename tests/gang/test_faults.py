@@ -46,6 +46,10 @@ def test_a_rank_killed_in_a_step_is_named_and_the_gang_restarts(
     os.kill(victim, signal.SIGKILL)
     fault.noticed("rank 1 .* died .*: it printed no cause; its log: .*; starting the gang again", seconds=10)
     assert fault.seconds < 3.0  # noticed, its log read, every process ended
+    fault.recovered(60)
+    said = re.search(r"generation 1: all ranks have done a step (\d+\.\d) s after the loss", run.stderr())
+    assert said and fault.recovered_after is not None and fault.noticed_after is not None
+    assert fault.noticed_after < float(said[1]) + 0.1 and float(said[1]) <= fault.recovered_after
     assert fault.ended(90) == 0, run.stderr()
     lines = [json.loads(line) for line in (run.out / "results.jsonl").read_text().splitlines()]
     assert {(line["case"], line["generation"]) for line in lines} == {("count=5", 0), ("count=1000", 1)}
