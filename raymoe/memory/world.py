@@ -212,7 +212,6 @@ class World(OfOneProcess):
         check_descriptors(descriptors, self.descriptor())
         self._heap = Heap(self._layout, self.rank, host_shm.map_all(self._own, self.rank, descriptors))
         self._board = Board(self._heap, self.rank, self.size, self.waiter)
-        self._farewells.listen(self._heap, self.size)
         heap = self._heap
         prove(
             self,
@@ -220,6 +219,7 @@ class World(OfOneProcess):
             lambda peer, value: heap.words("proof", peer).__setitem__(self.rank, value),
             lambda peer: heap.word("proof", peer),
         )
+        self._farewells.listen(heap, self.size)  # each mapping leads to its rank now
         self._own.unpublish()
 
     def swap(self, value: object, what: str, timeout_s: float | None = None) -> list[object]:
