@@ -70,6 +70,7 @@ def step_beside_a_stopped_rank(outer: World, backend: str, late_s: float) -> Any
             os.kill(int(str(pids[1])), signal.SIGKILL)
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize(
     ("backend", "late_s"), [("host", 0.2), ("collective", 0.2), ("allgather", 0.2), ("host", FIRST_S + 0.3)]
 )
@@ -164,6 +165,7 @@ def step_between_domains(rank: int, where: str) -> Any:
         world.close(together=False)
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize(
     ("where", "culprit"),
     [
