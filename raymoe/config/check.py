@@ -51,7 +51,7 @@ class _Check:
         plain = {key: entry.plain() for key, entry in self.root.value.items() if key != "matrix"}
         if "workload" not in (*plain, *self.sweep.values) and self.layers.complete:
             self.bad_keys.add("workload")
-            known = "one of p2p, exchange, overlap, pointwise or layer"
+            known = "one of p2p, exchange, overlap, pointwise, products or layer"
             self.problems.append(Problem(self.layers.file, None, "workload", None, "required", known))
         plain = self._typed({"name": name, "workload": "layer"}, plain)
         plain["matrix"] = self.sweep.values

@@ -19,6 +19,7 @@ from raymoe.config.sections import (
     OverlapSection,
     P2pSection,
     PointwiseSection,
+    ProductsSection,
     RoutingSection,
     Section,
     ShapeSection,
@@ -85,19 +86,22 @@ class Meaning:
 
 
 MEANINGS = (
-    Meaning("shape", "workload", (*MOE, "pointwise")),
-    Meaning("shape.experts", "workload", MOE),
+    Meaning("shape", "workload", (*MOE, "pointwise", "products")),
+    Meaning("shape.tokens", "workload", (*MOE, "pointwise")),
+    Meaning("shape.dtype", "workload", (*MOE, "pointwise")),
+    Meaning("shape.experts", "workload", (*MOE, "products")),
     Meaning("shape.topk", "workload", MOE),
     Meaning("routing", "workload", MOE),
     Meaning("exchange", "workload", MOE),
     Meaning("p2p", "workload", ("p2p",)),
     Meaning("overlap", "workload", ("overlap",)),
     Meaning("pointwise", "workload", ("pointwise",)),
+    Meaning("products", "workload", ("products",)),
     Meaning("layer", "workload", ("layer",)),
     Meaning("layer.router.groups", "layer.router.kind", ROUTERS, strict=True),
     Meaning("layer.router.topk_groups", "layer.router.kind", ROUTERS, strict=True),
     Meaning("layer.router.scale", "layer.router.kind", ROUTERS, strict=True),
-    Meaning("shape.ffn", "workload", ("layer", "pointwise")),
+    Meaning("shape.ffn", "workload", ("layer", "pointwise", "products")),
     Meaning("routing.alpha", "routing.kind", ("zipf",), strict=True),
     Meaning("routing.share", "routing.kind", ("hot",), strict=True),
     Meaning("routing.file", "routing.kind", ("trace",), strict=True),
@@ -157,9 +161,10 @@ class Job(Section):
     name: str = Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9_.-]{0,63}$", examples=["my-exchange"])
     """Name of the job: 1 to 64 letters, digits, dots, dashes and underscores. Its run directories begin with this name.
     Default: the name of the config file."""
-    workload: Literal["p2p", "exchange", "overlap", "pointwise", "layer"] = Field(examples=["exchange"])
+    workload: Literal["p2p", "exchange", "overlap", "pointwise", "products", "layer"] = Field(examples=["exchange"])
     """The work of a step: messages between ranks (p2p), dispatch and combine (exchange), these two beside a matrix
-    product (overlap), a norm or activation over rows (pointwise), or a whole MoE layer (layer)."""
+    product (overlap), a norm or activation over rows (pointwise), the products of experts (products), or a whole MoE
+    layer (layer)."""
     world: WorldSection = WorldSection()
     shape: ShapeSection = ShapeSection()
     routing: RoutingSection = RoutingSection()
@@ -168,6 +173,7 @@ class Job(Section):
     p2p: P2pSection = P2pSection()
     overlap: OverlapSection = OverlapSection()
     pointwise: PointwiseSection = PointwiseSection()
+    products: ProductsSection = ProductsSection()
     layer: LayerSection = LayerSection()
     matrix: dict[str, Annotated[tuple[Scalar, ...], Field(strict=False, min_length=1)]] = Field(
         default_factory=dict, examples=[{"exchange.backend": ["host", "collective"], "shape.tokens": [128, 512]}]

@@ -137,10 +137,13 @@ def _layers_have_exchanges(job: Job) -> tuple[str, str] | None:
     return f"{job.exchange.backend} is no exchange, so no layer can use it", f"layers take {exchanges}"
 
 
-def _gpus_multiply_bfloat16(job: Job) -> tuple[str, str] | None:
+def _gpus_multiply_16_bits(job: Job) -> tuple[str, str] | None:
     if job.world.device != "cuda" or job.shape.dtype == "bfloat16":
         return None
-    return f"experts on GPUs are bfloat16, not {job.shape.dtype}", "write bfloat16, or device: cpu"
+    if job.shape.dtype == "float16" and not job.layer.backward:
+        return None
+    gradients = " with a backward pass" if job.shape.dtype == "float16" else ""
+    return f"experts on GPUs are not {job.shape.dtype}{gradients}", "write bfloat16, or device: cpu"
 
 
 def _one_chooses_the_experts(job: Job) -> tuple[str, str] | None:
@@ -336,6 +339,15 @@ def _kernels_need_gpus(job: Job) -> tuple[str, str] | None:
     return "CPU ranks have no SMs and no stages", "write auto or leave both out"
 
 
+def _products_are_vectors(job: Job) -> tuple[str, str] | None:
+    for key in ("hidden", "ffn"):
+        elements = getattr(job.shape, key)
+        if elements % _VECTOR:
+            more = -(-elements // _VECTOR) * _VECTOR
+            return f"rows of {elements} elements, not a multiple of {_VECTOR}", f"{key} {more} would do"
+    return None
+
+
 def _rows_are_vectors(job: Job) -> tuple[str, str] | None:
     key = "ffn" if job.pointwise.op.startswith("swiglu") else "hidden"
     elements = getattr(job.shape, key)
@@ -350,13 +362,14 @@ def _rows_are_vectors(job: Job) -> tuple[str, str] | None:
 RULES = (
     Rule(("pointwise",), ("pointwise.sms", "pointwise.stages", "world.device"), _kernels_need_gpus),
     Rule(("pointwise",), ("shape.hidden", "shape.ffn", "pointwise.op"), _rows_are_vectors),
+    Rule(("products",), ("shape.hidden", "shape.ffn"), _products_are_vectors),
     Rule(("overlap",), ("world.device", "workload"), _overlap_is_between_gpus),
     Rule(("overlap",), ("exchange.backend", "workload"), _can_run_beside_a_product),
     Rule(("overlap",), ("steps.graph", "workload"), _overlap_is_eager),
-    Rule((*MOE, "p2p", "pointwise"), ("steps.graph", "world.device"), _graph_needs_gpus),
-    Rule((*MOE, "p2p", "pointwise"), ("world.share_gpu", "world.device"), _sharing_needs_gpus),
-    Rule((*MOE, "p2p", "pointwise"), ("world.domain", "world.ranks"), _domains_are_equal),
-    Rule((*MOE, "p2p", "pointwise"), ("world.domain", "world.ranks", "workload"), _workload_may_span),
+    Rule((*MOE, "p2p", "pointwise", "products"), ("steps.graph", "world.device"), _graph_needs_gpus),
+    Rule((*MOE, "p2p", "pointwise", "products"), ("world.share_gpu", "world.device"), _sharing_needs_gpus),
+    Rule((*MOE, "p2p", "pointwise", "products"), ("world.domain", "world.ranks"), _domains_are_equal),
+    Rule((*MOE, "p2p", "pointwise", "products"), ("world.domain", "world.ranks", "workload"), _workload_may_span),
     Rule(
         SPANNING,
         ("exchange.backend", "world.domain", "world.ranks", "world.device"),
@@ -369,7 +382,7 @@ RULES = (
     ),
     Rule(("p2p",), ("p2p.transports", "world.device"), _transports_are_for("cpu", GPU_TRANSPORTS)),
     Rule(("p2p",), ("p2p.transports", "world.device"), _transports_are_for("cuda", frozenset({"host"}))),
-    Rule(MOE, ("shape.experts", "world.ranks"), _experts_divide),
+    Rule((*MOE, "products"), ("shape.experts", "world.ranks"), _experts_divide),
     Rule(MOE, ("shape.topk", "shape.experts"), _topk_fits),
     Rule(MOE, ("shape.hidden", "shape.dtype"), _rows_are_multiples_of_16_bytes),
     Rule(
@@ -390,7 +403,7 @@ RULES = (
     ),
     Rule(("exchange", "layer"), ("exchange.backend", "world.device"), _backend_serves_the_device),
     Rule(("layer",), ("exchange.backend", "workload"), _layers_have_exchanges),
-    Rule(("layer",), ("shape.dtype", "world.device", "workload"), _gpus_multiply_bfloat16),
+    Rule(("layer",), ("shape.dtype", "world.device", "layer.backward", "workload"), _gpus_multiply_16_bits),
     Rule(("layer",), ("layer.router.kind", "routing.kind", "routing.masked"), _one_chooses_the_experts),
     Rule(("layer",), ("layer.recompute", "layer.backward"), _recomputing_is_of_a_backward_pass),
     Rule(

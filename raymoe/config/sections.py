@@ -357,6 +357,18 @@ class PointwiseSection(Section):
     """SMs of a GPU that raymoe's kernels may take: all (auto), or a number. The other systems take all."""
 
 
+class ProductsSection(Section):
+    """The products of experts: gate and up, the same with SwiGLU, and down."""
+
+    rows: int = Field(default=256, ge=1, le=2**20, examples=[64])
+    """Rows of an expert on average; with kind hot, those of the hot one. A rank has experts / ranks experts."""
+    dtype: Dtype = Field(default="bfloat16", examples=["float16"])
+    """The element type of rows and weights."""
+    kind: Literal["equal", "uniform", "zipf", "hot"] = Field(default="uniform", examples=["hot"])
+    """How rows are spread: every expert has as many (equal); each row has any expert with equal chance (uniform), or
+    the i-th most popular one in proportion to 1 / i (zipf); or one expert has them, and each other one 4 (hot)."""
+
+
 class RouterSection(Section):
     """The router of a layer."""
 

@@ -17,7 +17,7 @@ from raymoe.errors import PlacementError
 
 # The verdict: whether a config can run here, and why not.
 
-ON_GPUS = ("exchange", "overlap", "p2p", "pointwise")
+ON_GPUS = ("exchange", "overlap", "p2p", "pointwise", "products")
 """Workloads that `world.device: auto` runs on GPU ranks if there are GPUs; the others run on CPU ranks."""
 _KIND = {"cpu": "CPU", "cuda": "GPU"}
 

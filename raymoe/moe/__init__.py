@@ -7,6 +7,8 @@ functions over rows are in `raymoe/rows/`; they need no world.
 from raymoe.moe.differentiable import ExpertRows as ExpertRows
 from raymoe.moe.differentiable import combine as combine
 from raymoe.moe.differentiable import dispatch as dispatch
+from raymoe.moe.grouped import grouped_linear as grouped_linear
+from raymoe.moe.grouped import grouped_swiglu as grouped_swiglu
 from raymoe.moe.layer import LayerForm as LayerForm
 from raymoe.moe.layer import MoELayer as MoELayer
 from raymoe.moe.layer import expert_parameters as expert_parameters

@@ -245,6 +245,23 @@ def _fake_dispatch_gradients(
     return dy.new_empty(exchange[1], dy.shape[1])
 
 
+# The backward passes by themselves. Their types let mypy check the arguments; those of torch's operators it cannot see.
+
+
+def return_gradients(
+    numbers: list[int], site: int, rows: torch.Tensor, weights: torch.Tensor, routing: list[torch.Tensor]
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Do the backward pass of a dispatch; `numbers` are those of its exchange."""
+    dx, dweights = _ops.combine_gradients(numbers, site, rows, weights, routing)
+    return dx, dweights
+
+
+def send_gradients(numbers: list[int], site: int, dy: torch.Tensor, routing: list[torch.Tensor]) -> torch.Tensor:
+    """Do the backward pass of a combine; `numbers` are those of its exchange."""
+    moved: torch.Tensor = _ops.dispatch_gradients(numbers, site, dy, routing)
+    return moved
+
+
 # The shared parts of the operators.
 
 
@@ -292,7 +309,7 @@ def _save_for_dispatch(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Te
 def _dispatch_backward(ctx: Any, rows: torch.Tensor, weights: torch.Tensor, *_: object) -> tuple[Any, ...]:
     _refuse_second_derivative(rows, weights)
     routing = list(ctx.saved_tensors)  # read once: checkpointing makes them anew each time
-    dx, dweights = _ops.combine_gradients(ctx.exchange, ctx.site, rows, weights, routing)
+    dx, dweights = return_gradients(ctx.exchange, ctx.site, rows, weights, routing)
     return None, None, dx, None, dweights, [None] * (len(routing) - 3)
 
 
@@ -313,7 +330,7 @@ def _combine_backward(ctx: Any, dy: torch.Tensor, *_: object) -> tuple[Any, ...]
     _refuse_second_derivative(dy)
     saved = list(ctx.saved_tensors)
     rows, weights = (saved.pop(-2), saved.pop()) if ctx.weighted else (None, None)
-    moved = _ops.dispatch_gradients(ctx.exchange, ctx.site, dy, saved)
+    moved = send_gradients(ctx.exchange, ctx.site, dy, saved)
     nothing = [None] * len(saved)
     if rows is None or weights is None:
         return None, None, moved, None, nothing, None

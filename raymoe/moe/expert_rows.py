@@ -63,6 +63,23 @@ def add_expert_bias(rows: Tensor, bias: Tensor, groups: Groups, weights: Tensor 
     return y
 
 
+def zero_gaps(rows: Tensor, groups: Groups) -> Tensor:
+    """Return rows[C, N] with zeros in the rows of no expert.
+
+    >>> zero_gaps(torch.ones(4, 1), Groups(torch.tensor([0, 2, 3]), torch.tensor([1, 1])))[:, 0].tolist()
+    [1.0, 0.0, 1.0, 0.0]
+    """
+    there = groups.expert_of_row(len(rows)) < len(groups.counts)
+    return torch.where(there[:, None], rows, 0)
+
+
+def bias_of_rows(rows: Tensor, bias: Tensor, offsets: Tensor, counts: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the bias of each row's expert, zero without one, and a column: whether the row has an expert."""
+    expert = Groups(offsets, counts).expert_of_row(len(rows))
+    padded = torch.cat((bias, bias.new_zeros(1, bias.shape[1])))
+    return formulas.wide(padded.index_select(0, expert)), (expert < len(counts))[:, None]
+
+
 def gated_activation(
     form: ActivationForm, gate_up: Tensor, bias: Tensor | None, groups: Groups, weights: Tensor | None = None
 ) -> Tensor:
@@ -126,13 +143,6 @@ def _column(weights: Tensor | None, like: Tensor) -> Tensor | float:
     return 1.0 if weights is None else weights[:, None].to(like.dtype)
 
 
-def _bias_of_rows(rows: Tensor, bias: Tensor, offsets: Tensor, counts: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the bias of each row's expert, zero without one, and a column: whether the row has an expert."""
-    expert = Groups(offsets, counts).expert_of_row(len(rows))
-    padded = torch.cat((bias, bias.new_zeros(1, bias.shape[1])))
-    return formulas.wide(padded.index_select(0, expert)), (expert < len(counts))[:, None]
-
-
 # Biases.
 
 
@@ -142,7 +152,7 @@ def _add_expert_bias(rows: Tensor, bias: Tensor, offsets: Tensor, counts: Tensor
     if _in_kernels(rows):
         AddExpertBias(as_dense(rows), as_dense(bias), _dense_if(weights), y, _places(offsets, counts)).launch()
         return y
-    added, there = _bias_of_rows(rows, bias, offsets, counts)
+    added, there = bias_of_rows(rows, bias, offsets, counts)
     return y.copy_(torch.where(there, formulas.wide(rows) + added * _column(weights, added), 0))
 
 
@@ -187,7 +197,7 @@ def _bias_dots(dy: Tensor, bias: Tensor, offsets: Tensor, counts: Tensor) -> Ten
     if _in_kernels(dy):
         WeighGradients(as_dense(dy), as_dense(bias), None, dots, _places(offsets, counts)).launch()
         return dots
-    own, there = _bias_of_rows(dy, bias, offsets, counts)
+    own, there = bias_of_rows(dy, bias, offsets, counts)
     return dots.copy_(torch.where(there, formulas.wide(dy) * own, 0).sum(dim=1))
 
 
@@ -258,7 +268,7 @@ def _gated_activation(
 
 def _biased(gate_up: Tensor, bias: Tensor | None, offsets: Tensor, counts: Tensor) -> tuple[Tensor, Tensor]:
     """Return the rows plus their biases, and a column: whether the row has an expert."""
-    added, there = _bias_of_rows(
+    added, there = bias_of_rows(
         gate_up, gate_up.new_zeros(len(counts), gate_up.shape[1]) if bias is None else bias, offsets, counts
     )
     return formulas.wide(gate_up) + added, there

@@ -1,8 +1,8 @@
 """The experts of one rank: two products over the rows of each expert, with an activation between them.
 
-The rows of all experts are in one tensor, expert by expert. On GPUs `torch.nn.functional.grouped_mm` multiplies them
-by offsets that stay on the device; few rows without gradients go through few_rows.cu. On CPUs an operator of this file
-multiplies one expert's rows after the other's, and reads no other rows.
+The rows of all experts are in one tensor, expert by expert. On GPUs the operators of product_operators.py multiply them
+by offsets that stay on the device, the activation and the biases included. On CPUs torch multiplies one expert's rows
+after the other's, and reads no other rows.
 """
 
 from __future__ import annotations
@@ -15,132 +15,13 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-import raymoe.moe.few_rows as few_rows
 from raymoe.errors import ConfigError
 from raymoe.memory.world import World
 from raymoe.moe.expert_kernels import ActivationForm
-from raymoe.moe.expert_rows import Groups, add_expert_bias, gated_activation
+from raymoe.moe.expert_rows import Groups, add_expert_bias
+from raymoe.moe.product_operators import Added, gate_experts, multiply_experts, streams_weights
+from raymoe.moe.torch_products import multiply_by_torch
 from raymoe.rows.activation import swiglu
-
-
-def arithmetic_dtype(dtype: torch.dtype) -> torch.dtype:
-    """Choose the dtype in which a CPU multiplies rows of `dtype`.
-
-    Weights are rounded to `dtype` before, so the choice changes results by rounding only.
-
-    Rates in GFLOP/s on one core of an AMD EPYC (torch 2.13, 256 x 1024 -> 1024, 2026-11-21): with AVX512_BF16 bfloat16
-    219, float32 99, float16 21; with AVX2 only bfloat16 22, float32 the same.
-    """
-    if dtype == torch.bfloat16 and torch.ops.mkldnn._is_mkldnn_bf16_supported():
-        return dtype
-    return torch.float64 if dtype == torch.float64 else torch.float32
-
-
-# Products.
-
-
-def grouped_linear(
-    rows: torch.Tensor, weight: torch.Tensor, groups: Groups, bias: torch.Tensor | None = None
-) -> torch.Tensor:
-    """Multiply each expert's rows [C, N] by its `weight[e]`, [M, N], and add its `bias[e]`. Other rows are unspecified.
-
-    >>> rows, weight = torch.ones(3, 2), torch.tensor([[[1.0, 2.0]], [[3.0, 4.0]]])
-    >>> grouped_linear(rows, weight, Groups(torch.tensor([0, 1, 3]), torch.tensor([1, 2]))).tolist()
-    [[3.0], [7.0], [7.0]]
-    """
-    if rows.device.type == "cpu":
-        y: torch.Tensor = _ops.grouped_product(rows, weight, groups.offsets, groups.counts)
-    else:
-        y = multiply_by_offsets(rows, weight, groups.offsets)
-    return y if bias is None else add_expert_bias(y, bias, groups)
-
-
-_SCHEMAS = {
-    "grouped_product": "(Tensor rows, Tensor weight, Tensor offsets, Tensor counts) -> Tensor",
-    "grouped_outer": "(Tensor dy, Tensor rows, Tensor offsets, Tensor counts) -> Tensor",
-}
-for _name, _schema in _SCHEMAS.items():
-    torch.library.define(f"raymoe::{_name}", _schema, tags=torch.Tag.pt2_compliant_tag)
-_ops: Any = torch.ops.raymoe
-
-
-@torch.library.impl("raymoe::grouped_product", "cpu")
-def _grouped_product(
-    rows: torch.Tensor, weight: torch.Tensor, offsets: torch.Tensor, counts: torch.Tensor
-) -> torch.Tensor:
-    """Multiply on a CPU. The result has the dtype of the weights; rows of no expert are zero."""
-    y = torch.empty(len(rows), weight.shape[1], dtype=weight.dtype)
-    arithmetic, end = arithmetic_dtype(weight.dtype), 0
-    for expert, (start, count) in enumerate(zip(offsets.tolist(), counts.tolist(), strict=False)):
-        y[end:start].zero_()
-        end = start + count
-        if count:
-            part = slice(start, end)
-            with torch.autocast("cpu", enabled=False):  # the fake has the dtype of the weights
-                y[part] = nn.functional.linear(rows[part].to(arithmetic), weight[expert].to(arithmetic))
-    y[end:].zero_()
-    return y
-
-
-def _fake_grouped_product(
-    rows: torch.Tensor, weight: torch.Tensor, offsets: torch.Tensor, counts: torch.Tensor
-) -> torch.Tensor:
-    del offsets, counts
-    return weight.new_empty(rows.shape[0], weight.shape[1])
-
-
-@torch.library.impl("raymoe::grouped_outer", "cpu")
-def _grouped_outer(dy: torch.Tensor, rows: torch.Tensor, offsets: torch.Tensor, counts: torch.Tensor) -> torch.Tensor:
-    """Compute the gradient of the weights: for each expert, its rows of `dy` transposed times its `rows`."""
-    d_weight = torch.zeros(len(counts), dy.shape[1], rows.shape[1], dtype=dy.dtype)
-    arithmetic = arithmetic_dtype(dy.dtype)
-    for expert, (start, count) in enumerate(zip(offsets.tolist(), counts.tolist(), strict=False)):
-        if count:
-            part = slice(start, start + count)
-            with torch.autocast("cpu", enabled=False):
-                d_weight[expert] = dy[part].to(arithmetic).T @ rows[part].to(arithmetic)
-    return d_weight
-
-
-def _fake_grouped_outer(
-    dy: torch.Tensor, rows: torch.Tensor, offsets: torch.Tensor, counts: torch.Tensor
-) -> torch.Tensor:
-    del offsets
-    return dy.new_empty(counts.shape[0], dy.shape[1], rows.shape[1])
-
-
-def _save_for_product(ctx: Any, inputs: tuple[torch.Tensor, ...], output: torch.Tensor) -> None:
-    ctx.save_for_backward(*inputs)
-    del output
-
-
-def _product_backward(ctx: Any, dy: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-    rows, weight, offsets, counts = ctx.saved_tensors
-    needs_rows, needs_weight = ctx.needs_input_grad[:2]
-    drows = _ops.grouped_product(dy, weight.transpose(1, 2), offsets, counts).to(rows.dtype) if needs_rows else None
-    return drows, _ops.grouped_outer(dy, rows, offsets, counts) if needs_weight else None, None, None
-
-
-torch.library.register_fake("raymoe::grouped_product", _fake_grouped_product)
-torch.library.register_fake("raymoe::grouped_outer", _fake_grouped_outer)
-torch.library.register_autograd("raymoe::grouped_product", _product_backward, setup_context=_save_for_product)
-
-
-def multiply_by_offsets(rows: torch.Tensor, weight: torch.Tensor, offsets: torch.Tensor) -> torch.Tensor:
-    """Multiply on a GPU, by offsets that the host never reads.
-
-    Gaps between experts are multiplied too. Where they are zero, they add nothing to the gradients of weights. Rows
-    from the last offset on are not touched, and the result's are unspecified.
-    """
-    if rows.dtype != torch.bfloat16:
-        raise ConfigError(
-            f"experts over {rows.dtype} on a GPU; torch multiplies dtypes other than bfloat16 with a wait for the "
-            "host: take bfloat16"
-        )
-    product: Any = torch.nn.functional.grouped_mm
-    y: torch.Tensor = product(rows, weight.transpose(-2, -1), offs=offsets[1:])
-    return y
-
 
 # Activations.
 
@@ -176,19 +57,11 @@ class Activation:
         h = self._unweighted(gate_up)
         return h if weights is None else (h.float() * weights[:, None]).to(h.dtype)
 
-    def of_experts(
-        self, gate_up: torch.Tensor, bias: torch.Tensor | None, groups: Groups, weights: torch.Tensor | None
-    ) -> torch.Tensor:
-        """Map rows of experts, plus the bias of their expert, in the same way.
-
-        On GPUs one kernel does it all, and leaves out rows from the last offset on, in the backward pass too.
-        """
-        plain = self == SWIGLU and bias is None  # torch.compile knows no != of dataclasses
-        if _in_kernels(gate_up) and not plain:
-            limit = inf if self.limit is None else self.limit
-            form = ActivationForm(self.interleaved, self.alpha, limit, self.up_plus)
-            return gated_activation(form, gate_up, bias, groups, weights)
-        return self(gate_up if bias is None else add_expert_bias(gate_up, bias, groups), groups.offsets, weights)
+    @property
+    def form(self) -> ActivationForm:
+        """The numbers of the activation as the kernels take them."""
+        limit = inf if self.limit is None else self.limit
+        return ActivationForm(self.interleaved, self.alpha, limit, self.up_plus)
 
     def _unweighted(self, gate_up: torch.Tensor) -> torch.Tensor:
         gate, up = (gate_up[:, ::2], gate_up[:, 1::2]) if self.interleaved else gate_up.chunk(2, dim=-1)
@@ -199,7 +72,7 @@ class Activation:
 
 
 def _in_kernels(rows: torch.Tensor) -> bool:
-    """Whether an activation is one operator. On a CPU torch's functions one after the other take less time.
+    """Whether products and activations are operators. On a CPU torch's functions one after the other take less time.
 
     Backward of SwiGLU, 2048 rows of 2 x 2048 bfloat16 with weights, one core of an AMD EPYC: 16 ms, and 50 by its
     formula (2026-11-23).
@@ -220,10 +93,6 @@ class ModelWeights:
     gate_up_proj_bias: torch.Tensor | None = None  # [E, 2F]
     down_proj_bias: torch.Tensor | None = None  # [E, H]
     transposed: bool = False
-
-
-FEW_ROWS = 16
-"""Rows of an expert, on average, up to which few_rows.cu is faster than grouped_mm (docs/experiments/few_rows.md)."""
 
 
 class Experts(nn.Module):
@@ -258,9 +127,10 @@ class Experts(nn.Module):
 
         With `weights`, float32[C], each result is multiplied by its weight. That is done between the products, where
         rows are F wide. `expected_rows` is the caller's guess of an expert's rows, by which the kernel is chosen.
+        Where gradients are needed, x, the weights and the gradients of results are zero in gaps.
         """
         capacity = len(x)
-        if x.device.type == "cpu" and not torch.compiler.is_compiling():
+        if not _in_kernels(x) and not torch.compiler.is_compiling():
             there = int(offsets[-1])  # the host may read it there, and elementwise operations skip the other rows
             x, weights = x[:there], None if weights is None else weights[:there]
         y = self._compute(x, Groups(offsets, counts), weights, expected_rows).to(x.dtype)
@@ -276,14 +146,16 @@ class Experts(nn.Module):
         self, x: torch.Tensor, groups: Groups, weights: torch.Tensor | None, expected_rows: float
     ) -> torch.Tensor:
         gate_up_proj, down_proj = self._outputs_first(self.gate_up_proj), self._outputs_first(self.down_proj)
-        if weights is None and self.streams_weights(x, expected_rows):
-            places = groups.offsets, groups.counts
-            h = few_rows.multiply_few_rows(x, gate_up_proj, *places, gated=True)
-            return few_rows.multiply_few_rows(h, down_proj, *places, gated=False)
-        gate_up = grouped_linear(x, gate_up_proj, groups)
-        h = self.activation.of_experts(gate_up, local(self.gate_up_proj_bias), groups, weights)
-        y = grouped_linear(h, down_proj, groups)
-        bias = local(self.down_proj_bias)
+        gate_up_bias, bias = local(self.gate_up_proj_bias), local(self.down_proj_bias)
+        if _in_kernels(x):
+            gated = Added(gate_up_bias, weights, expected_rows, gaps_are_zero=True)
+            h, _ = gate_experts(x, gate_up_proj, groups, gated, self.activation.form)
+            added = Added(bias if weights is None else None, None, expected_rows, zero_gaps=False, gaps_are_zero=True)
+            y = multiply_experts(h, down_proj, groups, added)
+            return y if bias is None or weights is None else add_expert_bias(y, bias, groups, weights)
+        gate_up = multiply_by_torch(x, gate_up_proj, groups)
+        gate_up = gate_up if gate_up_bias is None else add_expert_bias(gate_up, gate_up_bias, groups)
+        y = multiply_by_torch(self.activation(gate_up, groups.offsets, weights), down_proj, groups)
         return y if bias is None else add_expert_bias(y, bias, groups, weights)
 
     def streams_weights(self, x: torch.Tensor, expected_rows: float) -> bool:
@@ -291,12 +163,12 @@ class Experts(nn.Module):
 
         It has SwiGLU alone, no biases and no gradients.
         """
-        if torch.compiler.is_compiling() or torch.is_grad_enabled() or expected_rows > FEW_ROWS:
+        if torch.compiler.is_compiling() or torch.is_grad_enabled():
             return False
         if self.activation != SWIGLU or self.gate_up_proj_bias is not None or self.down_proj_bias is not None:
             return False
-        weights = self._outputs_first(self.gate_up_proj), self._outputs_first(self.down_proj)
-        return few_rows.multiplies_few_rows(x, *weights)
+        products = (self.gate_up_proj, True), (self.down_proj, False)
+        return all(streams_weights(x, self._outputs_first(weight), expected_rows, gated) for weight, gated in products)
 
     def _outputs_first(self, parameter: nn.Parameter) -> torch.Tensor:
         weight = local(parameter)

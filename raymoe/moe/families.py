@@ -78,9 +78,10 @@ def _gpt_oss(block: Any, rank: int, ranks: int) -> Parts:
     gate, experts = block.router, block.experts
     form = RouterForm(len(gate.weight), gate.top_k, score="chosen")
     activation = Activation(interleaved=True, alpha=experts.alpha, limit=experts.limit, up_plus=1.0)
-    names = ("gate_up_proj", "down_proj", "gate_up_proj_bias", "down_proj_bias")
-    shares = {name: _share(getattr(experts, name), rank, ranks) for name in names}
-    weights = ModelWeights(**shares, transposed=True)
+    gate_up, down = (_outputs_first(_share(each, rank, ranks)) for each in (experts.gate_up_proj, experts.down_proj))
+    biases = experts.gate_up_proj_bias, experts.down_proj_bias
+    gate_up_bias, down_bias = (_share(bias, rank, ranks) for bias in biases)
+    weights = ModelWeights(gate_up, down, gate_up_bias, down_bias, transposed=True)
     router = Router(form, gate.weight, gate.bias)
     return Parts(router, Experts(weights, activation), router_name="router", gives_scores=True)
 
@@ -102,10 +103,16 @@ def _swiglu_experts(experts: Any, rank: int, ranks: int) -> Experts:
     return Experts(ModelWeights(gate_up, down), SWIGLU)
 
 
-def _share(weights: torch.Tensor, rank: int, ranks: int) -> torch.Tensor:
+def _share(weights: torch.Tensor, rank: int, ranks: int) -> nn.Parameter:
     """Copy one rank's experts, so that the block's memory can be freed."""
     if len(weights) % ranks:
         raise ConfigError(f"{len(weights)} experts on {ranks} ranks; every rank holds the same number of them")
     if weights.is_meta:
         raise ConfigError("a block on the device meta, which has no weights; load them first")
     return nn.Parameter(weights.detach().chunk(ranks)[rank].clone(), weights.requires_grad)
+
+
+def _outputs_first(weights: nn.Parameter) -> nn.Parameter:
+    """Store weights [E, K, N] as [E, N, K] in memory, as product.cu takes them; their shape stays."""
+    stored = weights.detach().transpose(1, 2).contiguous().transpose(1, 2)
+    return nn.Parameter(stored, weights.requires_grad)

@@ -105,13 +105,13 @@ def source_of(gated: bool) -> KernelSource:
     return KernelSource("moe/few_rows", (FewRowsParams,), (("GATED_ROWS", "1"),) if gated else ())
 
 
-def multiplies_few_rows(x: torch.Tensor, gate_up: torch.Tensor, down: torch.Tensor) -> bool:
-    """Whether the kernel computes both products of these experts."""
-    sizes = gate_up.shape[2] % STEP == 0 and down.shape[2] % STEP == 0
-    sizes = sizes and down.shape[1] % outputs_of_tile(gated=False) == 0
+def takes(x: torch.Tensor, weight: torch.Tensor, gated: bool) -> bool:
+    """Whether the kernel computes the product of such rows by weight[L, N, K]; `gated`: SwiGLU of its halves."""
+    _, rows, columns = weight.shape
+    sizes = columns % STEP == 0 and (rows // 2 if gated else rows) % outputs_of_tile(gated) == 0
     fit = all(
         tensor.dtype == torch.bfloat16 and tensor.is_contiguous() and tensor.data_ptr() % ALIGNMENT == 0
-        for tensor in (x, gate_up, down)
+        for tensor in (x, weight)
     )
     return sizes and fit and row_launch.takes(x)
 

@@ -62,7 +62,8 @@ class MoELayer(nn.Module):
     - **Gradients** of experts are the sum over the tokens of all ranks. Those of the router, the norm and the shared
       expert are of this rank's tokens, as before the all-reduce of DDP. All ranks run the backward pass.
     - **Exchanges.** Layers of a world that have the same spec share one exchange, which the world closes.
-    - **On GPUs** nothing waits for the device, and weights are bfloat16. The shared expert runs beside the dispatch.
+    - **On GPUs** nothing waits for the device, and weights are bfloat16 or float16. The shared expert runs beside the
+      dispatch.
 
     >>> with World.open(rank=0, size=1) as world:
     ...     world.wire([world.descriptor()])
@@ -189,7 +190,8 @@ class MoELayer(nn.Module):
             got = dispatch(self.exchange, x.contiguous(), topk_idx, topk_weights, site=self.number)
             if after_dispatch is not None:
                 after_dispatch()
-            rows = self.experts(got.x, got.expert_offsets, got.expert_counts, got.weights)
+            expected = self.rows_of_an_expert(len(x))
+            rows = self.experts(got.x, got.expert_offsets, got.expert_counts, got.weights, expected_rows=expected)
             return combine(self.exchange, rows, got, weighted=False)
         spec, out = self.exchange.spec, None
         if spec.layout == "expert" and spec.depth == 0:

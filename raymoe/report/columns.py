@@ -62,7 +62,9 @@ SETTINGS = {
     "domains": "domains",
     "chunks": "chunks",
     "tokens": "tokens",
+    "rows": "rows",
     "hidden": "hidden",
+    "ffn": "ffn",
     "experts": "experts",
     "topk": "top-k",
     "dtype": "dtype",
@@ -80,7 +82,7 @@ SETTINGS = {
     "device": "device",
 }
 NUMERIC = {"src", "dst", "bytes", "ranks", "domains", "tokens", "hidden", "experts", "topk", "seed", "alignment"}
-NUMERIC |= {"sms", "stages", "chunks"}
+NUMERIC |= {"sms", "stages", "chunks", "rows", "ffn"}
 EXCHANGES = ("dispatch", "combine", "exchange")
 BASELINE = "row_push"
 """This backend only pushes rows. Its GB/s are the limit for the other backends."""
@@ -98,6 +100,8 @@ MEASURES: dict[str, tuple[str, Callable[[object], str]]] = {
     "bytes_net": ("on network", byte_size),
     "bytes_memory": ("moved", byte_size),
     "gbps_memory": ("memory GB/s", _fixed(1)),
+    "bytes_weights": ("weights", byte_size),
+    "tflops": ("TFLOP/s", _fixed(1)),
     "bytes_peak": ("peak", byte_size),
     "bytes_kept": ("kept", byte_size),
     "max_error": ("max error", lambda value: f"{float(str(value)):.1e}"),
@@ -258,7 +262,7 @@ COPIES = ("copy", "own_copy")
 
 
 def shares_of_copy(lines: Sequence[Line]) -> list[float | None]:
-    """Divide each line's rate of memory by that of the faster copy in the same case.
+    """Divide each line's rate of memory by that of the faster copy of the same operation and case.
 
     >>> from raymoe.report.results import complete
     >>> def line(system, gbps):
@@ -267,14 +271,14 @@ def shares_of_copy(lines: Sequence[Line]) -> list[float | None]:
     >>> shares_of_copy([line("raymoe", 3000.0), line("copy", 4000.0), line("own_copy", 3900.0)])
     [0.75, None, None]
     """
-    limits: dict[tuple[object, object], float] = {}
+    limits: dict[tuple[object, ...], float] = {}
     for line in lines:
         if line["backend"] in COPIES and line["gbps_memory"]:
-            case = line["run"], line["case"]
+            case = line["run"], line["case"], line["op"]
             limits[case] = max(limits.get(case, 0.0), float(str(line["gbps_memory"])))
     shares: list[float | None] = []
     for line in lines:
-        limit = limits.get((line["run"], line["case"]))
+        limit = limits.get((line["run"], line["case"], line["op"]))
         known = limit and line["gbps_memory"] and line["backend"] not in COPIES
         shares.append(float(str(line["gbps_memory"])) / limit if known and limit else None)
     return shares

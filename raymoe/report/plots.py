@@ -20,6 +20,7 @@ from raymoe.report.exchange_figures import (
 )
 from raymoe.report.figure import Figure, figure_file
 from raymoe.report.layer_parts import layer_figures
+from raymoe.report.product_curves import product_figures
 from raymoe.report.results import Line, displayed
 from raymoe.report.tables import by_workload
 
@@ -42,6 +43,7 @@ def figures(lines: Sequence[Line], config: Mapping[str, object]) -> Iterator[Fig
     yield from timeline_figures(lines)
     yield from overlap_figures(timed)
     yield from bandwidth_figures(timed)
+    yield from product_figures(timed)
     yield from layer_figures(lines)
     yield from load_figures(lines)
 

@@ -34,10 +34,34 @@ from raymoe.workload.progress import MOST_LOADS
 
 KEYS = (
     *("run", "generation", "case", "workload", "op", "backend", "transport", "wire", "graph", "pattern", "src", "dst"),
-    *("bytes", "ranks", "domains", "chunks", "tokens", "hidden", "experts", "topk", "dtype", "routing", "seed"),
+    *(
+        "bytes",
+        "ranks",
+        "domains",
+        "chunks",
+        "tokens",
+        "rows",
+        "hidden",
+        "ffn",
+        "experts",
+        "topk",
+        "dtype",
+        "routing",
+        "seed",
+    ),
     *("layout", "alignment", "padding", "sms", "stages", "beside", "l2", "leaves_out", "skipped"),
     *("samples", "runs", "us_p50", "us_p99", "us_min", "us_max", "host_us_p50", "timeline"),
-    *("bytes_wire", "gbps_wire", "bytes_net", "bytes_memory", "gbps_memory", "bytes_peak", "bytes_kept"),
+    *(
+        "bytes_wire",
+        "gbps_wire",
+        "bytes_net",
+        "bytes_memory",
+        "gbps_memory",
+        "bytes_weights",
+        "tflops",
+        "bytes_peak",
+        "bytes_kept",
+    ),
     *("expert_load_imbalance", "expert_load"),
     *("verified", "max_error", "device", "commit"),
 )
@@ -46,7 +70,7 @@ LATER_KEYS = frozenset(
     {
         *("beside", "l2", "leaves_out", "skipped", "host_us_p50", "timeline", "expert_load_imbalance", "expert_load"),
         *("stages", "bytes_memory", "gbps_memory", "bytes_peak", "bytes_kept", "domains", "bytes_net"),
-        *("chunks", "runs"),
+        *("chunks", "runs", "rows", "ffn", "bytes_weights", "tflops"),
     }
 )
 """Keys that lines of earlier versions lack. They are read as null."""
@@ -92,7 +116,8 @@ KINDS |= dict.fromkeys(("sms", "stages", "chunks", "samples", "runs", "bytes_wir
 KINDS |= dict.fromkeys(("bytes_peak", "bytes_kept"), count)
 KINDS |= dict.fromkeys(("src", "dst", "ranks", "domains"), rank)
 KINDS |= dict.fromkeys(("us_p50", "us_p99", "us_min", "us_max", "host_us_p50", "gbps_wire", "max_error"), number)
-KINDS["gbps_memory"] = number
+KINDS |= dict.fromkeys(("rows", "ffn", "bytes_weights"), count)
+KINDS |= dict.fromkeys(("gbps_memory", "tflops"), number)
 KINDS |= dict.fromkeys(("graph", "verified"), flag) | {"timeline": timeline}
 KINDS |= {"expert_load_imbalance": number, "expert_load": load}
 """The kind of each key's value. A value may also be null, except for NEEDED keys."""

@@ -22,6 +22,7 @@ from raymoe.report.columns import (
 )
 from raymoe.report.layer_parts import layer_tables
 from raymoe.report.measures import measured_link_gbps, us
+from raymoe.report.product_curves import product_tables
 from raymoe.report.results import Line, displayed
 
 # Exchanges side by side: a small table for each operation, with a row for each number of tokens and a column for each
@@ -332,7 +333,7 @@ def render(lines: Sequence[Line], *, terminal: bool = False, width: int = 100) -
     """Make the text of all tables, a part for each workload. It ends with a line end, or is empty without lines.
 
     After the results of a workload come, where the lines have them: backends side by side, linear fits, overlap with a
-    product, timelines, bandwidth of memory, and the parts of layers.
+    product, timelines, bandwidth of memory, products of experts, and the parts of layers.
     """
     parts = []
     for of_workload in by_workload(displayed(lines)):
@@ -361,6 +362,7 @@ def further_tables(lines: Sequence[Line]) -> Iterator[tuple[str, list[Column]]]:
             yield (f"{run}: {title}" if len(runs) > 1 else title), columns
     yield from timelines(lines)
     yield from bandwidth_tables(lines)
+    yield from product_tables(lines)
 
 
 def _further_of(lines: Sequence[Line]) -> Iterator[tuple[str, list[Column]]]:

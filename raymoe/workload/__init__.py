@@ -42,6 +42,10 @@ def run_case(case: Case, world: World, progress: Callable[[Progress], None]) -> 
         from raymoe.workload.pointwise.run_pointwise import run_pointwise
 
         return run_pointwise(case, world, progress)
+    if case.job.workload == "products":
+        from raymoe.workload.products.run_products import run_products
+
+        return run_products(case, world, progress)
     from raymoe.workload.layer.run_layer import run_layer
 
     return run_layer(case, world, progress)

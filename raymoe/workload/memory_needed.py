@@ -170,6 +170,33 @@ def rows_bytes(job: Job) -> int:
     return held + (_PIECES * PIECE_BYTES if job.steps.verify else 0)
 
 
+# Memory of the products of experts.
+
+_RESULTS = 11
+"""Results that workload products holds: one for the graph of each system, and those of the last eager calls."""
+_GAP = 128
+"""Rows up to which DeepGEMM pads an expert."""
+
+
+def products_bytes(job: Job) -> int:
+    """Count the weights, the rows and the results of workload products, for the operation that takes the most.
+
+    >>> from raymoe.config import load_job
+    >>> [round(products_bytes(case.job) / 2**30) for case in load_job("bench_products").cases()[-4:]]
+    [13, 17, 26, 47]
+    """
+    shape, section = job.shape, job.products
+    experts, item = shape.experts // job.world.ranks, ITEM_BYTES[section.dtype]
+    rows = section.rows if section.kind == "hot" else section.rows * experts
+    rows += _GAP * experts
+    held = []
+    for columns, products in ((shape.hidden, 2 * shape.ffn), (shape.ffn, shape.hidden)):
+        copied = experts * products * columns * item  # the copy has as many bytes as the weights
+        exact = 3 * products * columns * ITEM_BYTES["float32"] * 2 if job.steps.verify else 0
+        held.append(2 * copied + rows * (3 * columns + _RESULTS * products) * item + exact)
+    return max(held)
+
+
 # Memory of a job, and whether a machine or a GPU has it.
 
 GIB = 2**30
@@ -232,6 +259,8 @@ def device_bytes(case: Case) -> int:
         return exchange_device_bytes(job, spec, batches_of(spec.tokens * spec.row_bytes))
     if job.workload == "pointwise":
         return rows_bytes(job) + FLUSH_BYTES
+    if job.workload == "products":
+        return products_bytes(job) + FLUSH_BYTES
     if job.workload == "layer":
         return _layer_device_bytes(job)
     spec, asked = spec_of(job), job.overlap
@@ -298,6 +327,8 @@ def _case_bytes(job: Job, domains: int) -> int:
         return (3 * peers + 1) * max(job.p2p.bytes)  # for each peer a source, a slot and a landing; one to verify by
     if job.workload == "pointwise":
         return rows_bytes(job)
+    if job.workload == "products":
+        return products_bytes(job)
     spec = spec_of(job)
     batch = spec.tokens * spec.row_bytes
     rows = 3 * spec.rows(ranks) * spec.row_bytes  # from dispatch, from the experts, and returned

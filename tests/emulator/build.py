@@ -130,11 +130,12 @@ def _kernel_path(source: KernelSource, changes: tuple[Change, ...]) -> Path:
 
 
 def _texts(path: str, main: str) -> dict[str, str]:
-    """Read the kernel's file and every header that it includes, except ptx.cuh, which a CPU cannot run."""
+    """Read the kernel's file and every header that it includes, except those that a CPU cannot run."""
+    shadows = {str(path.relative_to(_SHADOWS)) for path in _shadow_files()}
     texts, waiting = {}, [main]
     while waiting:
         name = waiting.pop()
-        if name not in texts and name != "base/ptx.cuh":
+        if name not in texts and name not in shadows:
             file = KERNELS / f"{path}.cu" if name == main else _HEADERS / name
             texts[name] = file.read_text()
             waiting += _INCLUDE.findall(texts[name])

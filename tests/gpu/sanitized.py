@@ -124,7 +124,8 @@ def alone(*, arrives: bool = False) -> list[Step]:
         )
         for hidden in ON_ALL_SMS
     ]
-    return [*found, Step("layer: router and few rows", _on_one_rank(on_rank.layer_kernels))]
+    layer = Step("layer: router and few rows", _on_one_rank(on_rank.layer_kernels))
+    return [*found, layer, Step("layer: products", _on_one_rank(on_rank.products))]
 
 
 def _on_one_rank(

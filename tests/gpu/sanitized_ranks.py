@@ -6,6 +6,7 @@ import shutil
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from unittest import mock
@@ -207,6 +208,20 @@ def layer_kernels(_world: World) -> None:
         expert_rows.test_gated_activations_and_their_gradients_equal_the_formula(64, form, biased=True, weighted=True)
     expert_rows.test_gradients_of_biases_are_near_float64_and_equal_in_five_runs("eager")
     expert_rows.test_weighted_gradients_are_in_place_and_stop_at_the_last_offset(torch.bfloat16, "eager")
+
+
+def products(_world: World) -> None:
+    """Run the products of experts in each class of tiles, and their gradients."""
+    import torch
+
+    from tests.gpu import test_products_gpu as on_gpu
+
+    gated = partial(on_gpu.test_gated_products_by_all_switches, dtype=torch.bfloat16, keep=True)
+    for tiles in on_gpu.CLASSES:
+        on_gpu.test_each_class_multiplies_the_rows_of_each_expert(tiles, 72, 272, torch.bfloat16)
+        on_gpu.test_products_by_all_switches(tiles, torch.float16, biased=True, weighted=True)
+        for form in on_gpu.FORMS:
+            gated(tiles, form, biased=True, weighted=True)
 
 
 @contextmanager

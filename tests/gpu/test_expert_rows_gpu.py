@@ -11,7 +11,8 @@ torch = pytest.importorskip("torch")
 
 from raymoe.moe.expert_kernels import ActivationForm  # noqa: E402
 from raymoe.moe.expert_rows import Groups, add_expert_bias, gated_activation, weigh_gradients  # noqa: E402
-from raymoe.moe.experts import GPT_OSS, SWIGLU, Activation, Experts, ModelWeights, grouped_linear  # noqa: E402
+from raymoe.moe.experts import GPT_OSS, SWIGLU, Activation, Experts, ModelWeights  # noqa: E402
+from raymoe.moe.grouped import grouped_linear  # noqa: E402
 from tests.gpu.ranks import NEEDS_GPU  # noqa: E402
 
 pytestmark = [*NEEDS_GPU, pytest.mark.usefixtures("gpu")]
@@ -86,7 +87,7 @@ def test_the_gradient_of_a_bias_counts_all_rows(rows: int) -> None:
     bias = torch.zeros(1, 32, device="cuda", dtype=BF16, requires_grad=True)
     x, weight = torch.zeros(rows, 64, device="cuda", dtype=BF16), torch.zeros(1, 32, 64, device="cuda", dtype=BF16)
     places = (torch.tensor(each, dtype=torch.int32, device="cuda") for each in ([0, rows], [rows]))
-    grouped_linear(x, weight, Groups(*places), bias).sum().backward()
+    grouped_linear(x, weight, *places, bias=bias).sum().backward()
     assert bias.grad is not None and bias.grad.tolist() == [[float(rows)] * 32]
 
 

@@ -11,6 +11,7 @@ torch = pytest.importorskip("torch")
 
 from raymoe.exchange.choice import FUSED_CAPABILITY  # noqa: E402
 from raymoe.memory.world import World  # noqa: E402
+from raymoe.moe import product_launch  # noqa: E402
 from raymoe.workload.pointwise.gpu_clock import TorchGraphClock  # noqa: E402
 from tests.gpu.ranks import GPUS, NEEDS_GPU, GpuRanks  # noqa: E402
 from tests.gpu.test_exchange_workload import run  # noqa: E402
@@ -60,6 +61,24 @@ def test_a_captured_layer_has_a_backward_pass(ranks: GpuRanks, recompute: bool):
     found = {line["op"] for line in lines}
     assert found == {"step", *FORWARD, *ALONE, *BACKWARD, *BACKWARD_ALONE, *(["recompute"] if recompute else [])}
     assert all(line["verified"] and line["graph"] for line in lines)
+
+
+@pytest.mark.parametrize("tokens", [16, 300])
+@pytest.mark.parametrize("backward", [False, True])
+def test_experts_of_gpt_oss_are_verified(ranks: GpuRanks, backward: bool, tokens: int):
+    lines = ranks.run(2, run, job(tokens, "chosen", experts="gpt_oss", shared=0, backward=backward))[0]
+    assert all(line["verified"] and line["graph"] for line in lines)
+
+
+@pytest.mark.parametrize("tokens", [16, 300])
+def test_a_layer_of_float16_is_captured_and_verified(ranks: GpuRanks, tokens: int):
+    """On Hopper, where no product of torch makes the host wait."""
+    if torch.cuda.get_device_capability() != product_launch.CAPABILITY:
+        pytest.skip("grouped_mm makes the host wait for float16")
+    given = job(tokens, "sigmoid")
+    given["shape"]["dtype"] = "float16"
+    lines = ranks.run(2, run, given)[0]
+    assert all(line["verified"] and line["graph"] and line["dtype"] == "float16" for line in lines)
 
 
 def test_recomputing_keeps_only_what_the_forward_pass_gets_and_gives(ranks: GpuRanks):

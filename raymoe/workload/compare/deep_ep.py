@@ -62,7 +62,7 @@ class DeepEp:
         self._expands, self._fp8 = spec.layout == "expert", spec.dispatch_wire == FP8
         self.left_out: dict[str, str | None] = self._named_work()
         deep_ep: Any = importlib.import_module("deep_ep")
-        join_default_group(world)
+        join_default_group(world, connect=True)  # it ends with a segmentation fault if the group has not connected
         self._buffer = deep_ep.ElasticBuffer(
             dist.group.WORLD,
             num_max_tokens_per_rank=spec.tokens,

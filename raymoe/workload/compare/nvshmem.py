@@ -159,8 +159,10 @@ class VdevAllToAll:
         return memory.zero_()
 
 
-def join_default_group(world: World) -> str:
-    """Make the process's default group, over NCCL, and return its name. NCCL connects when it is first used.
+def join_default_group(world: World, *, connect: bool = False) -> str:
+    """Make the process's default group, over NCCL, and return its name.
+
+    NCCL connects when it is first used; `connect`: now, for a system that takes NCCL's communicator out of the group.
 
     Only the process of another system may call this: elsewhere the default group is the user's.
     """
@@ -170,6 +172,8 @@ def join_default_group(world: World) -> str:
     torch.cuda.set_device(world.device)
     _dist.init_process_group("nccl", store=store, rank=world.rank, world_size=world.size)
     world.barrier("another system: group")
+    if connect:
+        _dist.all_reduce(torch.zeros(1, device=world.device))
     return str(_dist.group.WORLD.group_name)
 
 

@@ -14,6 +14,7 @@ memory before the process ends. It needs settings that must not reach others. Re
 from __future__ import annotations
 
 import contextlib
+import importlib.util
 import json
 import os
 import signal
@@ -24,6 +25,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from multiprocessing.connection import Connection
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -224,10 +226,14 @@ def environment(job: Job, uuids: Sequence[str], rank: int) -> dict[str, str]:
     visible = [uuids[rank], *(uuid for other, uuid in enumerate(uuids) if other != rank)]
     seen = {"CUDA_VISIBLE_DEVICES": ",".join(f"GPU-{uuid}" for uuid in visible)}
     if job.exchange.backend == "deepep_v2":
-        # No network. Its NCCL need not be the one that torch was built with.
-        return seen | {"EP_DISABLE_GIN": "1", "EP_SUPPRESS_NCCL_CHECK": "1"}
+        # No network. Its NCCL need not be the one that torch was built with. Its compiler needs the headers of both.
+        roots = {"EP_NCCL_ROOT_DIR": "nvidia.nccl", "EP_NVSHMEM_ROOT_DIR": "nvidia.nvshmem"}
+        missing = {name: package for name, package in roots.items() if name not in os.environ}
+        folders = {name: folder for name, package in missing.items() if (folder := _folder_of(package)) is not None}
+        return seen | {"EP_DISABLE_GIN": "1", "EP_SUPPRESS_NCCL_CHECK": "1"} | folders
     if job.exchange.backend in NCCL_EP:
-        return seen | {"NCCL_CUMEM_ENABLE": "1"}  # its memory is mapped by peers, as their GPUs' kernels want it
+        # Kernels of peers map its memory. It compiles its own by the nvcc that CUDA_HOME names.
+        return seen | {"NCCL_CUMEM_ENABLE": "1"} | _compiler()
     return seen | {
         "NVSHMEM_DISABLE_CUDA_VMM": "1",
         "NVSHMEM_SYMMETRIC_SIZE": str(heap_bytes(spec_of(job), job.world.ranks)),
@@ -235,6 +241,27 @@ def environment(job: Job, uuids: Sequence[str], rank: int) -> dict[str, str]:
         "NVSHMEM_DISABLE_NCCL": "1",
         "TORCH_SYMMMEM_IMPLICIT_POOL": "0",
     }
+
+
+def _compiler() -> dict[str, str]:
+    """Name NVIDIA's packages as CUDA_HOME, if they have an nvcc and the user has named no other."""
+    folder = _folder_of("nvidia.cu13")
+    if "CUDA_HOME" in os.environ or folder is None or not (Path(folder) / "bin" / "nvcc").is_file():
+        return {}
+    return {"CUDA_HOME": folder}
+
+
+def _folder_of(package: str) -> str | None:
+    """Return the folder of a package of NVIDIA's, or None if it is not installed.
+
+    >>> _folder_of("nvidia.no_such_package") is None
+    True
+    """
+    try:
+        spec = importlib.util.find_spec(package)
+    except ModuleNotFoundError:  # not even its parent is installed
+        return None
+    return None if spec is None else next(iter(spec.submodule_search_locations or ()), None)
 
 
 def _uuid(world: World) -> str:

@@ -18,7 +18,7 @@ import torch
 from raymoe.config import Job, job_from_resolved
 from raymoe.errors import RaymoeError
 from raymoe.memory.world import World
-from raymoe.workload.clock import OpClock, TimedOp, calls_of
+from raymoe.workload.clock import OpClock, TimedOp, Work, calls_of
 from raymoe.workload.compare.other_systems import NCCL_EP, Answer, SystemFacts
 from raymoe.workload.inputs import Inputs, Routing
 from raymoe.workload.measure import Line
@@ -65,6 +65,7 @@ class SystemSteps:
         new_stream: Any = torch.cuda.Stream  # has no annotations
         self._stream: torch.cuda.Stream = new_stream(world.device)
         self._calls = calls_of(job.shape.tokens)
+        self._pools: list[Any] = []
         with torch.cuda.stream(self._stream):
             system.take(0, fresh=False)
             system.dispatch()  # the first call connects, allocates and compiles
@@ -102,7 +103,7 @@ class SystemSteps:
         problem = None
         try:
             ops = self._system.dispatch, self._system.combine, self._system.exchange
-            dispatch, combine, both = (clock.timed(op) for op in ops)
+            dispatch, combine, both = (self._ready_to_time(clock, op) for op in ops)
         except (RaymoeError, RuntimeError) as error:  # torch's own errors are RuntimeErrors
             problem = str(error)
         problems = [text for text in self._world.swap(problem, "another system: captured") if text is not None]
@@ -112,6 +113,18 @@ class SystemSteps:
         if not captured:
             raise RaymoeError(str(problems[0]))
         return self._made_ready(captured=False)
+
+    def _ready_to_time(self, clock: OpClock, op: Work) -> TimedOp:
+        """Capture an operation, whose allocations come from a pool of its own.
+
+        A graph writes to the memory that its capture has allocated, in each replay. From torch's common pool that
+        memory would go to other tensors once the operation has freed it.
+        """
+        if not clock.captured:
+            return clock.timed(op)
+        self._pools.append(torch.cuda.MemPool())
+        with torch.cuda.use_mem_pool(self._pools[-1]):
+            return clock.timed(op)
 
     def _settle(self) -> None:
         torch.cuda.synchronize(self._world.device)

@@ -14,7 +14,7 @@ import torch
 
 from raymoe.errors import ConfigError, RaymoeError
 from raymoe.memory.world import World
-from raymoe.moe.differentiable import expert_major
+from raymoe.moe.differentiable import expert_major, return_gradients, send_gradients
 from raymoe.workload.clock import TimedOp, Work, calls_of
 from raymoe.workload.inputs import Batch, Inputs
 from raymoe.workload.layer.passes import LayerPasses, Results
@@ -173,10 +173,10 @@ class GpuLayerStep:
         if self.passes.shared:
             works["shared"] = lambda: layer.shared_experts(h)
         if self.passes.backward:
-            operators, handle = torch.ops.raymoe, exchange.handle
-            routing, dweights = [ids, exchange.pack(dispatched)], dispatched.weights
-            works["combine_backward"] = lambda: operators.dispatch_gradients(handle, self.dy, routing)
-            works["dispatch_backward"] = lambda: operators.combine_gradients(handle, results, dweights, routing)
+            numbers, site, dweights = exchange.numbers, dispatched.site, dispatched.weights
+            routing = [ids, exchange.pack(dispatched), dispatched.expert_offsets]
+            works["combine_backward"] = lambda: send_gradients(numbers, site, self.dy, routing)
+            works["dispatch_backward"] = lambda: return_gradients(numbers, site, results, dweights, routing)
         return {part: _without_gradients(work) for part, work in works.items()}
 
 

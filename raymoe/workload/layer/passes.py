@@ -12,9 +12,10 @@ from torch.utils.checkpoint import checkpoint
 from raymoe.config import Job
 from raymoe.memory.world import World
 from raymoe.moe import router_formulas as formulas
-from raymoe.moe.experts import GPT_OSS, SWIGLU, arithmetic_dtype
+from raymoe.moe.experts import GPT_OSS, SWIGLU
 from raymoe.moe.layer import LayerForm, MoELayer
 from raymoe.moe.router_formulas import RouterForm
+from raymoe.moe.torch_products import arithmetic_dtype
 from raymoe.moe.weights import ExpertShape, generator, mlp_weights
 from raymoe.workload.inputs import Batch
 from raymoe.workload.layer.marks import START, SUM, Marks

@@ -5,6 +5,8 @@
 #include "machine.h"
 
 using emulator::machine;
+using emulator::u64;
+using emulator::u8;
 
 extern "C" {
 
@@ -35,8 +37,12 @@ void machine_launch(int rank, const char* name, emulator::Kernel kernel, const v
     auto launch = std::make_unique<emulator::Launch>();
     launch->name = name;
     launch->kernel = kernel;
-    const auto* from = static_cast<const unsigned char*>(params);
-    launch->params.assign(from, from + params_bytes);
+    constexpr std::size_t ALIGNMENT = 64;
+    launch->bytes.resize(params_bytes + ALIGNMENT);
+    u8* const begin = launch->bytes.data();
+    u8* const params_at = begin + (ALIGNMENT - reinterpret_cast<u64>(begin) % ALIGNMENT);
+    std::memcpy(params_at, params, params_bytes);
+    launch->params = params_at;
     launch->blocks = shape[0];
     launch->threads = shape[1];
     launch->dynamic_bytes = shape[2];

@@ -46,13 +46,17 @@ void Known::forget() {
 
 void Known::let_go(Store* store) {
     auto& holders = store->holders;
-    holders.erase(std::remove(holders.begin(), holders.end(), this), holders.end());
+    const auto place = std::lower_bound(holders.begin(), holders.end(), this);
+    if (place != holders.end() && *place == this) {
+        holders.erase(place);
+    }
 }
 
 void Known::hold(Store* store) {
     auto& holders = store->holders;
-    if (std::find(holders.begin(), holders.end(), this) == holders.end()) {
-        holders.push_back(this);
+    const auto place = std::lower_bound(holders.begin(), holders.end(), this);
+    if (place == holders.end() || *place != this) {
+        holders.insert(place, this);
         stores.push_back(store);
     }
 }
@@ -125,6 +129,7 @@ bool wait_at(u32 number, u32 threads, bool vote) {
 // Computes the result of a collective for each thread of a warp.
 void give_results(Warp& warp, Collective kind) {
     u64 votes = 0, bits = 0, largest = 0;
+    const bool taken = kind == Collective::WARPGROUP && take_step(warp);
     for (u32 lane = 0; lane < 32; ++lane) {
         largest = std::max<u64>(largest, warp.values[lane]);
         votes |= warp.values[lane] != 0 ? 1ull << lane : 0;
@@ -142,6 +147,13 @@ void give_results(Warp& warp, Collective kind) {
             case Collective::ALL: result = votes == 0xFFFFFFFF; break;
             case Collective::OR: result = bits; break;
             case Collective::MAX: result = largest; break;
+            case Collective::WARPGROUP: result = taken; break;
+            case Collective::TRANSPOSED: {
+                const u32 row = lane % 4 * 2, column = lane / 4;
+                const auto element = [&](u32 r) { return warp.values[r * 4 + column / 2] >> column % 2 * 16 & 0xFFFF; };
+                result = element(row) | element(row + 1) << 16;
+                break;
+            }
             case Collective::MATCH:
                 result = 0;
                 for (u32 other = 0; other < 32; ++other) {

@@ -13,7 +13,7 @@ namespace {
 
 void thread_main() {
     Thread* me = self();
-    me->block->launch->kernel(me->block->launch->params.data());
+    me->block->launch->kernel(me->block->launch->params);
     settle_plain();
     me->state = State::ENDED;
     machine->yield();
@@ -21,16 +21,15 @@ void thread_main() {
 
 void lay_out(Block& block, u32 dynamic_bytes) {
     constexpr u64 PAGE = 4096, GUARD = 1 << 20;
-    const u32 dynamic = (dynamic_bytes + 127) & ~127u;
-    block.dynamic_bytes = dynamic_bytes;
-    block.shared_bytes = STATIC_BYTES + dynamic;
-    const u64 each = (block.shared_bytes + PAGE - 1) / PAGE * PAGE;
-    const u64 shadow_bytes = (block.shared_bytes / 4 * sizeof(Shadow) + PAGE - 1) / PAGE * PAGE;
+    block.shared_bytes = STATIC_BYTES + dynamic_bytes;
+    const u32 rounded = (block.shared_bytes + 127) & ~127u;
+    const u64 each = (rounded + PAGE - 1) / PAGE * PAGE;
+    const u64 shadow_bytes = (rounded / 4 * sizeof(Shadow) + PAGE - 1) / PAGE * PAGE;
     block.mapped_bytes = each + GUARD + shadow_bytes;
     block.mapping = mmap(nullptr, block.mapped_bytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
     u8* at = static_cast<u8*>(block.mapping);
     mprotect(at + each, GUARD, PROT_NONE);  // a plain access after the end of the block's memory faults
-    block.shared = at + each - block.shared_bytes;
+    block.shared = at + each - rounded;
     block.shadow = reinterpret_cast<Shadow*>(at + each + GUARD);  // zeros: no thread has stored or loaded
     std::memset(block.shared, 0xFB, block.shared_bytes);  // stands for arbitrary old contents
 }
@@ -66,6 +65,7 @@ void Machine::begin_launch(Rank& rank) {
         for (u32 i = 0; i < launch.threads; ++i) {
             if (i % 32 == 0) {
                 block.warps.push_back(std::make_unique<Warp>());
+                block.warps.back()->block = &block;
             }
             block.threads.push_back(std::make_unique<Thread>());
             Thread& thread = *block.threads.back();
@@ -108,6 +108,10 @@ void Machine::end_thread(Thread* thread) {
             failed = true;
             error = describe(each.get()) + ": it ends with bulk stores that belong to no group";
         }
+    }
+    if (const char* why = unfinished_steps(*block)) {
+        failed = true;
+        error = describe(thread) + ": its block ends " + why;
     }
     if (block->loads_under_way != 0) {
         failed = true;

@@ -16,6 +16,7 @@
 #include "memory.h"
 #include "raymoe/cuda_words.cuh"
 #include "shared.h"
+#include "warpgroup.h"
 
 namespace emulator {
 
@@ -59,6 +60,7 @@ struct ByteBarrier {
     long long bytes = 0;
     u64 phase = 0;
     bool fenced = false, valid = true;
+    Stamp initialised{};
     Known arriving, over;  // in this phase; in the last one
     Clocks arriving_clocks, over_clocks;
     u64 arriving_seen = 0, over_seen = 0;  // the latest `seen_time` of arriving threads
@@ -83,6 +85,8 @@ struct Warp {
     u32 arguments[32] = {};
     u32 ended = 0;  // bit of each thread that has ended
     u32 convergences = 0;  // collectives that the warp has completed
+    Block* block = nullptr;
+    Member member;  // of its warpgroup
 };
 
 struct BlockBarrier {
@@ -122,11 +126,14 @@ struct Block {
     u32 index = 0, number = 0;  // in the grid; among all blocks of the run
     u8* shared = nullptr;
     Shadow* shadow = nullptr;
-    u32 shared_bytes = 0, dynamic_bytes = 0;
+    u32 shared_bytes = 0;
     void* mapping = nullptr;
     u64 mapped_bytes = 0;
     u32 static_used = 0;
     std::map<u32, ByteBarrier> byte_barriers;
+    std::vector<Warpgroup> warpgroups;
+    u32 free_registers = 0, exchanges = 0;  // registers that warps have given away; how often they gave or took some
+    std::vector<Thread*> waiting_for_registers;
     BlockBarrier barriers[NAMED_BARRIERS];
     std::vector<std::unique_ptr<Warp>> warps;
     std::vector<std::unique_ptr<Thread>> threads;
@@ -144,7 +151,8 @@ struct Launch {
     std::string name;
     Kernel kernel = nullptr;
     HostCall call = nullptr;  // an action of the host instead of a kernel
-    std::vector<u8> params;
+    std::vector<u8> bytes;
+    const u8* params = nullptr;  // in `bytes`, aligned to 64
     u32 blocks = 0, threads = 0, dynamic_bytes = 0;
     Rank* rank = nullptr;
     std::vector<std::unique_ptr<Block>> grid;
@@ -239,6 +247,22 @@ Region& checked(const void* at, u64 bytes, u32 alignment, const char* does);
 Store* add_store(Thread* thread, Region& region, void* at, const void* bytes, u32 size, u64 delay);
 
 // ---- ptx_bulk.cpp
+ByteBarrier& byte_barrier(u32 at);  // of the running thread's block; fails the run if there is none
+// Checks a bulk load by the running thread, and counts it as under way.
+void begin_load(u32 shared, u32 bytes, u32 barrier);
+void complete_load(Block& block, u32 barrier, u32 bytes);
+
+// What the async proxy of a GPU may see of global memory: the bytes of some time since its thread's last proxy fence.
+class ProxyView {
+  public:
+    ProxyView(int rank, u64 since);
+    void read_line(const Region& region, const u8* at, u8* into) const;
+
+  private:
+    int rank_;
+    u64 now_, time_;
+};
+
 enum class Arrival { NOW, LATER };
 // LATER: its owner sees it, and a release by its owner covers it; other threads see it at some time.
 void write_global(BulkStore& store, Arrival arrival);

@@ -33,7 +33,7 @@ struct Store {
     u64 gpu_time = 0;  // when it was published to its GPU
     int rank;      // of the thread that stored
     u32 block;     // its number in the run
-    std::vector<Known*> holders;  // the lists that hold it while its level is THREAD
+    std::vector<Known*> holders;  // the lists that hold it while its level is THREAD, by address
     Line* line;
     Store* twin = nullptr;  // the next of the stores that arrive together, in a ring
 };

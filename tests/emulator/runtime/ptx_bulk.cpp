@@ -33,15 +33,6 @@ void turn(ByteBarrier& barrier) {
     }
 }
 
-ByteBarrier& byte_barrier(u32 at) {
-    auto& known = self()->block->byte_barriers;
-    const auto found = known.find(at);
-    if (found == known.end() || !found->second.valid) {
-        machine->fail("no barrier is initialised in shared memory at " + std::to_string(at));
-    }
-    return found->second;
-}
-
 void check_stage(u32 shared, u32 bytes) {
     const Block& block = *self()->block;
     if (shared % 16 != 0 || bytes % 16 != 0 || bytes == 0 || shared + static_cast<u64>(bytes) > block.shared_bytes) {
@@ -58,31 +49,12 @@ struct Load {
     u64 proxy_time;
 };
 
-// Reads the bytes of a line that the async proxy of a GPU may see.
-void read_line(const Load& load, const u8* at, u64 time, u8* into) {
-    const int rank = load.block->launch->rank->number;
-    machine->memory.as_of(*load.region, at, LINE, time, rank, NOBODY, into);
-    const Line* line = load.region->line_at(reinterpret_cast<u64>(at));
-    for (std::size_t i = 0; line != nullptr && i < line->pending.size(); ++i) {
-        const Store* store = line->pending[i];
-        if (store->level == Level::GPU && store->rank == rank && store->gpu_time <= time) {
-            std::memcpy(into + (store->at - at), store->bytes, store->size);
-        }
-    }
-}
-
 void land(const Load& load) {
-    const u64 now = machine->ticks, since = load.proxy_time;
-    const u64 time = machine->chance(3) ? since + machine->random() % (now - since + 1) : since;
-    u8 bytes[LINE];
+    const ProxyView view{load.block->launch->rank->number, load.proxy_time};
     for (u32 at = 0; at < load.bytes; at += LINE) {
-        read_line(load, load.global + at, machine->chance(8) ? now : time, bytes);
-        std::memcpy(load.block->shared + load.shared + at, bytes, LINE);
+        view.read_line(*load.region, load.global + at, load.block->shared + load.shared + at);
     }
-    --load.block->loads_under_way;
-    ByteBarrier& barrier = load.block->byte_barriers[load.barrier];
-    barrier.bytes -= load.bytes;
-    turn(barrier);
+    complete_load(*load.block, load.barrier, load.bytes);
 }
 
 void read_stage(BulkStore& store) {
@@ -95,6 +67,54 @@ void read_stage(BulkStore& store) {
 }
 
 }  // namespace
+
+ByteBarrier& byte_barrier(u32 at) {
+    auto& known = self()->block->byte_barriers;
+    const auto found = known.find(at);
+    if (found == known.end() || !found->second.valid) {
+        machine->fail("no barrier is initialised in shared memory at " + std::to_string(at));
+    }
+    if (!knows(self(), found->second.initialised)) {
+        machine->fail("uses the barrier at " + std::to_string(at) + ", which thread " +
+                      std::to_string(found->second.initialised.thread) +
+                      " has initialised, and nothing orders the two");
+    }
+    return found->second;
+}
+
+ProxyView::ProxyView(int rank, u64 since) : rank_(rank), now_(machine->ticks), time_(since) {
+    if (machine->chance(3)) {
+        time_ += machine->random() % (now_ - since + 1);
+    }
+}
+
+void ProxyView::read_line(const Region& region, const u8* at, u8* into) const {
+    const u64 time = machine->chance(8) ? now_ : time_;
+    machine->memory.as_of(region, at, LINE, time, rank_, NOBODY, into);
+    const Line* line = region.line_at(reinterpret_cast<u64>(at));
+    for (std::size_t i = 0; line != nullptr && i < line->pending.size(); ++i) {
+        const Store* store = line->pending[i];
+        if (store->level == Level::GPU && store->rank == rank_ && store->gpu_time <= time) {
+            std::memcpy(into + (store->at - at), store->bytes, store->size);
+        }
+    }
+}
+
+void begin_load(u32 shared, u32 bytes, u32 barrier) {
+    check_stage(shared, bytes);
+    if (!byte_barrier(barrier).fenced) {
+        machine->fail("a bulk load on a barrier that was initialised without a fence after it");
+    }
+    note_bulk_load(shared, bytes, barrier);
+    ++self()->block->loads_under_way;
+}
+
+void complete_load(Block& block, u32 at, u32 bytes) {
+    --block.loads_under_way;
+    ByteBarrier& barrier = block.byte_barriers[at];
+    barrier.bytes -= bytes;
+    turn(barrier);
+}
 
 void write_global(BulkStore& store, Arrival arrival) {
     if (store.written) {
@@ -128,6 +148,7 @@ void barrier_init(u32 barrier, u32 arrivals) {
     }
     emulator::ByteBarrier made;
     made.arrivals = made.missing = arrivals;
+    made.initialised = {self()->index, self()->count};
     auto& kept = self()->block->byte_barriers[barrier];
     // A new life begins in an even phase. Loads that completed in the last one are behind it.
     made.phase = kept.arrivals == 0 ? 0 : (kept.phase + 2) & ~1ull;
@@ -203,12 +224,7 @@ void bulk_load(u32 shared, const void* global, u32 bytes, u32 barrier) {
     machine->maybe_yield();
     Thread* me = self();
     auto& region = emulator::checked(global, bytes, 16, "bulk loads");
-    emulator::check_stage(shared, bytes);
-    if (!emulator::byte_barrier(barrier).fenced) {
-        machine->fail("a bulk load on a barrier that was initialised without a fence after it");
-    }
-    emulator::note_bulk_load(shared, bytes, barrier);
-    ++me->block->loads_under_way;
+    emulator::begin_load(shared, bytes, barrier);
     const emulator::Load load{me->block, &region, static_cast<const u8*>(global), shared, bytes, barrier,
                               me->proxy_time};
     machine->later(machine->delay(), [load] { emulator::land(load); });
@@ -219,7 +235,7 @@ void bulk_store(void* global, u32 shared, u32 bytes) {
     Thread* me = self();
     emulator::checked(global, bytes, 16, "bulk stores");
     emulator::check_stage(shared, bytes);
-    emulator::note_bulk_store(shared, bytes);
+    emulator::note_proxy_read(me, {shared, bytes}, "bulk stores out of");
     auto store = std::make_shared<BulkStore>();
     store->global = static_cast<u8*>(global);
     store->shared = shared;

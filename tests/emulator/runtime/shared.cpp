@@ -210,6 +210,7 @@ void note_shared_load(const Access& access) {
 
 void note_shared_store(const Access& access) {
     const Thread* me = self();
+    check_products(access, "stores");
     const bool same = access.value != nullptr &&
                       std::memcmp(me->block->shared + access.at, access.value, access.bytes) == 0;
     for_each_word(access.at, access.bytes, [&](Shadow& word) {
@@ -241,6 +242,7 @@ void note_bulk_load(u32 at, u32 bytes, u32 barrier) {
     const Thread* me = self();
     const u32 phase = static_cast<u32>(me->block->byte_barriers.at(barrier).phase);
     const Access access{at, bytes};
+    check_products(access, "bulk loads into");
     for_each_word(at, bytes, [&](Shadow& word) {
         const bool by_thread = word.kind == Writer::THREAD || word.kind == Writer::ATOMIC;
         if (by_thread && !known_fenced(me, word.writer, word.count)) {
@@ -260,19 +262,34 @@ void note_bulk_load(u32 at, u32 bytes, u32 barrier) {
     });
 }
 
-void note_bulk_store(u32 at, u32 bytes) {
-    const Thread* me = self();
-    const Access access{at, bytes};
-    for_each_word(at, bytes, [&](Shadow& word) {
+bool knows(const Thread* me, Stamp stamp) {
+    return known(me, stamp.thread, stamp.count);
+}
+
+void note_proxy_read(const Thread* me, const Access& access, const char* does) {
+    Shadow checked{};
+    for_each_word(access.at, access.bytes, [&](Shadow& word) {
+        if (word.kind == checked.kind && word.writer == checked.writer && word.count == checked.count) {
+            return;
+        }
+        checked = word;
         const bool by_thread = word.kind == Writer::THREAD || word.kind == Writer::ATOMIC;
         if (by_thread && !known_fenced(me, word.writer, word.count)) {
-            race(access, "bulk stores out of",
-                 thread_of(word.writer) + " has stored, and no proxy fence stands between the two");
+            race(access, does, thread_of(word.writer) + " has stored, and no proxy fence stands between the two");
         }
         if (word.kind == Writer::BULK && !knows_landed(me, word)) {
-            race(access, "bulk stores out of", "a bulk load fills, and the thread has not found that load complete");
+            race(access, does, "a bulk load fills, and " + thread_of(me->index) + " has not found that load complete");
         }
     });
+}
+
+void note_product_read(const Thread* me, const Access& access) {
+    for_each_word(access.at, access.bytes, [&](const Shadow& word) {
+        if (word.kind == Writer::NOBODY) {
+            race(access, "multiplies", "nothing has written");
+        }
+    });
+    note_proxy_read(me, access, "multiplies");
 }
 
 }  // namespace emulator

@@ -75,7 +75,13 @@ struct Thread;
 void note_shared_load(const Access& access);
 void note_shared_store(const Access& access);
 void note_bulk_load(u32 at, u32 bytes, u32 barrier);
-void note_bulk_store(u32 at, u32 bytes);
+// A read by the async proxy, for an instruction of that thread.
+void note_proxy_read(const Thread* thread, const Access& access, const char* does);
+// The same by a product, whose operands must have been written.
+void note_product_read(const Thread* thread, const Access& access);
+
+// Whether a thread knows that something happened which that stamp was taken after.
+bool knows(const Thread* me, Stamp stamp);
 
 // Orders all accesses of these threads so far before all of their later ones.
 void synchronise(const std::vector<Thread*>& threads);

@@ -93,7 +93,7 @@ OWN_ROUTER = "layer: {router: {kind: softmax}}\n"
     [
         (OWN_ROUTER, "routing={kind: hot}", "routing hot beside a softmax router, which chooses experts itself"),
         (OWN_ROUTER, "routing.masked=0.5", "0.5 of the ids masked beside a softmax router"),
-        ("world: {device: cuda}\n", "shape.dtype=float32", "experts on GPUs are bfloat16, not float32"),
+        ("world: {device: cuda}\n", "shape.dtype=float32", "experts on GPUs are not float32"),
         ("world: {device: cpu}\n", "exchange.backend=fused", "fused is no backend of cpu ranks"),
         ("world: {device: cuda, domain: 2}\n", "exchange.backend=collective", "collective does not cross 2 domains of"),
         ("world: {device: cpu}\n", "steps.graph=true", "CUDA graphs need GPU ranks and these are CPU ranks"),
@@ -102,6 +102,13 @@ OWN_ROUTER = "layer: {router: {kind: softmax}}\n"
 def test_an_impossible_layer_is_refused(tmp_path, config, setting, expected):
     (problem,) = problems(tmp_path, f"workload: layer\n{config}", setting)
     assert expected in problem
+
+
+def test_a_layer_on_gpus_may_be_float16_without_a_backward_pass(tmp_path):
+    job = "workload: layer\nworld: {device: cuda}\nshape: {dtype: float16}\n"
+    assert load_job(str(write(tmp_path, job)), []).shape.dtype == "float16"
+    (problem,) = problems(tmp_path, job, "layer.backward=true")
+    assert "experts on GPUs are not float16 with a backward pass" in problem and "write bfloat16" in problem
 
 
 def test_the_exchange_of_a_layer_may_have_a_limit_of_sms(tmp_path):

@@ -51,6 +51,7 @@ from raymoe.packaged import packaged_folder
 from raymoe.transport.copy_kernel import COPY, MOST_TRANSFERS, CopyParams, Transfer
 from raymoe.workload.compare.row_push import ROW_PUSH
 from tests.unit.moe.expert_rows_sources import expert_rows_sources
+from tests.unit.moe.product_sources import product_sources
 from tests.unit.moe.router_cases import router_sources
 from tests.unit.rows.pipe_sources import pipe_sources
 
@@ -69,7 +70,8 @@ BEFORE_HOPPER = (
 """Kernels of the backends that GPUs before Hopper have."""
 PIPE = pipe_sources()
 FEW_ROWS = tuple(few_rows_source(gated) for gated in (False, True))
-ON_ROWS = (*PIPE, *router_sources(), *FEW_ROWS, *expert_rows_sources())
+PRODUCTS = product_sources()
+ON_ROWS = (*PIPE, *router_sources(), *FEW_ROWS, *expert_rows_sources(), *PRODUCTS)
 """Kernels that read no memory of peers."""
 MANY_ON_ROWS = [source for index, source in enumerate(ON_ROWS) if index % 4]
 """Three of four, which are compiled for one architecture only: they are many, and take long."""
@@ -133,6 +135,7 @@ NARROW = {source for source in SOURCES if source.stem == "combine" and source no
 ONE_OF_EACH = {source.stem: source for source in reversed(PIPE)}
 HOPPER |= set(PIPE) - set(ONE_OF_EACH.values())
 """Combines of 16 warps, used only on Hopper, and of 8 warps. raymoe/exchange/peer/combine.py gives the reason."""
+HOPPER |= set(PRODUCTS)  # no other GPU has wgmma
 BULK = {"copy", "row_push", "dispatch", "combine"}
 """Kernels that must move their bytes by bulk copies."""
 BY_HAND = {"alltoallv", "pack", "spread_rows"}
@@ -247,11 +250,19 @@ def a_kernel_uses_no_local_memory(compiled):
 @rule
 def a_kernel_uses_few_enough_registers_for_16_warps_per_sm(compiled):
     most = 216 if compiled.source in NARROW else 65536 // (32 * WIDE)
-    if compiled.source in PIPE:
+    if compiled.source in (*PIPE, *PRODUCTS):
         (threads,) = re.findall(r"\.maxntid (\d+)", compiled.ptx)
         most = min(255, 65536 // int(threads))
     for registers in re.findall(r"Used (\d+) registers", compiled.log):
         assert int(registers) <= most, compiled.log
+
+
+@rule
+def ptxas_does_not_serialise_wgmma(compiled):
+    """Its notes C7512 and C7519 say that wgmma waits for the one before, or that the sums are copied between them."""
+    assert not re.search(r"C75\d\d|wgmma.*serialized", compiled.log), compiled.log
+    if compiled.source in PRODUCTS:
+        assert "setmaxnreg" in compiled.ptx and "cp.async.bulk.tensor.3d" in compiled.ptx
 
 
 @rule
@@ -361,10 +372,10 @@ def test_the_copy_kernel_does_not_compile_for_sm_80(compiler):
         compiler.compiled(COPY, "sm_80")
 
 
-def test_assembly_is_only_in_ptx_cuh():
+def test_assembly_is_only_in_two_headers():
     files = [*KERNELS.rglob("*.cu"), *(KERNELS / "include").rglob("*.cuh")]
     users = {path.name for path in files if re.search(r"\basm\b", without_comments(path.read_text()))}
-    assert users == {"ptx.cuh"}
+    assert users == {"ptx.cuh", "ptx_matrix.cuh"}
 
 
 @pytest.mark.parametrize("path", sorted(KERNELS.rglob("*.cu*")), ids=lambda path: path.name)

@@ -6,7 +6,18 @@ import torch
 
 import raymoe
 from raymoe.errors import DataRefused, PeerTimeout, RaymoeError
-from raymoe.moe import LayerForm, RouterForm, add_rms_norm, combine, dispatch, layer_norm, rms_norm, swiglu
+from raymoe.moe import (
+    LayerForm,
+    RouterForm,
+    add_rms_norm,
+    combine,
+    dispatch,
+    grouped_linear,
+    grouped_swiglu,
+    layer_norm,
+    rms_norm,
+    swiglu,
+)
 
 
 def steps(world: raymoe.World, x: torch.Tensor, topk_idx: torch.Tensor, topk_weights: torch.Tensor) -> torch.Tensor:
@@ -33,6 +44,14 @@ def gated(x: torch.Tensor, gate: torch.Tensor, bias: torch.Tensor) -> torch.Tens
     (values, scales), total = add_rms_norm(y, total, bias, 1e-5, output="float8_e4m3")
     values, scales = swiglu(layer_norm(total, bias, bias, sms=32), output="float8_e4m3")
     return swiglu(y, weights=scales[:, 0]) * values.float() * scales
+
+
+def experts(got: raymoe.Dispatched, up: torch.Tensor, down: torch.Tensor, bias: torch.Tensor) -> torch.Tensor:
+    places = got.expert_offsets, got.expert_counts
+    h: torch.Tensor = grouped_swiglu(got.x, up, *places, bias=bias, limit=7.0, interleaved=True, expected_rows=32)
+    other, gate_up = grouped_swiglu(got.x, up, *places, row_weights=got.weights, return_gate_up=True)
+    h += other * gate_up.mean()
+    return grouped_linear(h, down, *places, row_weights=got.weights, expected_rows=32.5)
 
 
 def neighbours(world: raymoe.World, message: torch.Tensor) -> torch.Tensor:

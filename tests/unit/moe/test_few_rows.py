@@ -9,9 +9,13 @@ import pytest
 import torch
 
 from raymoe.errors import ConfigError
-from raymoe.moe import expert_rows, few_rows
-from raymoe.moe.experts import GPT_OSS, SWIGLU, Activation, Experts, ModelWeights
+from raymoe.moe import few_rows, product_launch
+from raymoe.moe.expert_rows import Groups
+from raymoe.moe.experts import Experts, ModelWeights
 from raymoe.moe.few_rows import FewRows
+from raymoe.moe.products import Product
+from raymoe.moe.torch_products import multiply_by_torch
+from raymoe.rows import formulas
 from tests.emulator.build import Change, compiler
 from tests.emulator.machine import EmulatorError
 from tests.unit.rows.emulated_pipe import run_call, tensors_of
@@ -108,9 +112,9 @@ def test_sizes_that_no_tile_divides_are_refused() -> None:
 def test_rows_and_weights_begin_at_multiples_of_16_bytes(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("raymoe.rows.row_launch.takes", lambda _: True)
     x, flat = drawn(4, 64, seed=0), drawn(2 * 64 * 64 + 1, seed=1)
-    down = drawn(2, 64, 32, seed=2)
-    assert few_rows.multiplies_few_rows(x, flat[:-1].view(2, 64, 64), down)
-    assert not few_rows.multiplies_few_rows(x, flat[1:].view(2, 64, 64), down)
+    for gated in (False, True):
+        assert few_rows.takes(x, flat[:-1].view(2, 64, 64), gated)
+        assert not few_rows.takes(x, flat[1:].view(2, 64, 64), gated)
     call = drawn_call([1, 1], columns=64, outputs=64)
     with pytest.raises(ConfigError, match="few rows: weight does not begin at a multiple of 16 bytes"):
         replace(call, weight=flat[1:].view(2, 64, 64)).kernel_call()
@@ -121,24 +125,23 @@ def test_rows_and_weights_begin_at_multiples_of_16_bytes(monkeypatch: pytest.Mon
 
 @pytest.fixture
 def launched(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
-    """Emulate the kernel for tensors on the CPU; returns which of its launches were gated."""
+    """Emulate the kernel for tensors on the CPU, and product.cu by torch; returns which of its launches were gated."""
     found: list[bool] = []
 
     def launch(call: FewRows) -> None:
         found.append(call.gated)
         run_call(call.kernel_call(), tensors_of(call))
 
+    def multiply(call: Product) -> None:
+        products = multiply_by_torch(call.x, call.weight, Groups(call.offsets, call.counts))
+        call.y.copy_(products if call.gate is None else formulas.swiglu(products))
+
     monkeypatch.setattr(FewRows, "launch", launch)
+    monkeypatch.setattr(product_launch, "launch", multiply)
+    monkeypatch.setattr(product_launch, "has_kernel", lambda _: True)
     monkeypatch.setattr("raymoe.rows.row_launch.takes", lambda _: True)
-    monkeypatch.setattr(expert_rows, "_in_kernels", lambda _: False)
+    monkeypatch.setattr("raymoe.moe.experts._in_kernels", lambda _: True)
     return found
-
-
-def experts_of(activation: Activation = SWIGLU, biases: bool = False) -> Experts:
-    weights = ModelWeights(drawn(3, 64, 64, seed=1) / 8, drawn(3, 64, 32, seed=2) / 6)
-    if biases:
-        weights.gate_up_proj_bias, weights.down_proj_bias = drawn(3, 64, seed=3), drawn(3, 64, seed=4)
-    return Experts(weights, activation)
 
 
 OFFSETS, COUNTS = torch.tensor([0, 16, 16, 32], dtype=torch.int32), torch.tensor([5, 0, 16], dtype=torch.int32)
@@ -146,22 +149,12 @@ OFFSETS, COUNTS = torch.tensor([0, 16, 16, 32], dtype=torch.int32), torch.tensor
 
 @NEEDS_COMPILER
 def test_experts_of_few_rows_without_gradients_take_the_kernel(launched: list[bool]) -> None:
-    x, experts = drawn(40, 64, seed=5), experts_of()
+    x = drawn(60, 64, seed=5)
+    experts = Experts(ModelWeights(drawn(3, 64, 64, seed=1) / 8, drawn(3, 64, 32, seed=2) / 6))
     with torch.no_grad():
         found, wanted = (experts(x, OFFSETS, COUNTS, expected_rows=rows) for rows in (16.0, 17.0))
+        assert experts.streams_weights(x, 16.0) and not experts.streams_weights(x, 17.0)
     assert launched == [True, False] and found.shape == x.shape
+    assert not experts.streams_weights(x, 16.0), "gradients are recorded"
     for there in (slice(0, 5), slice(16, 32)):
         torch.testing.assert_close(found[there].float(), wanted[there].float(), rtol=2**-6, atol=2**-6)
-
-
-@NEEDS_COMPILER
-def test_gradients_weights_biases_and_other_activations_do_not_take_it(launched: list[bool]) -> None:
-    x = drawn(40, 64, seed=5)
-    experts_of()(x, OFFSETS, COUNTS, expected_rows=1.0)
-    with torch.no_grad():
-        experts_of()(x, OFFSETS, COUNTS, torch.ones(40), expected_rows=1.0)
-        experts_of(biases=True)(x, OFFSETS, COUNTS, expected_rows=1.0)
-        experts_of(GPT_OSS)(x, OFFSETS, COUNTS, expected_rows=1.0)
-        experts_of().float()(x.float(), OFFSETS, COUNTS, expected_rows=1.0)
-        experts_of()(x, OFFSETS, COUNTS)
-    assert launched == []

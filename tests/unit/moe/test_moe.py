@@ -25,14 +25,12 @@ from raymoe.moe.experts import (
     Activation,
     Experts,
     ModelWeights,
-    arithmetic_dtype,
-    grouped_linear,
     local,
-    multiply_by_offsets,
 )
 from raymoe.moe.layer import LayerForm, MoELayer, expert_parameters
 from raymoe.moe.router import Router, balance_loss, expert_load, route
 from raymoe.moe.router_formulas import RouterForm
+from raymoe.moe.torch_products import arithmetic_dtype
 from raymoe.moe.weights import ExpertShape, expert_weights
 from raymoe.workload.oracle import BOUNDS, LAYER_SLACK, LayerExperts, want
 from tests.unit.moe.gradient_cases import close
@@ -158,39 +156,6 @@ def test_gradients_of_experts_are_of_their_own_rows(activation: Activation) -> N
     wanted = torch.autograd.grad((y * dy[there].double()).sum(), exact)
     for have, exactly in zip(found, wanted, strict=True):
         close("gradient", have, exactly, 1e-6)
-
-
-def test_products_pass_opcheck() -> None:
-    rows, weight = torch.randn(50, 8, requires_grad=True), torch.randn(3, 4, 8, requires_grad=True)
-    torch.library.opcheck(torch.ops.raymoe.grouped_product, (rows, weight, OFFSETS, COUNTS))
-
-
-def test_products_by_offsets_equal_those_of_each_expert() -> None:
-    """The way of GPUs, here on a CPU. Rows after the last offset are NaN, and spoil nothing."""
-    source = torch.Generator().manual_seed(3)
-    x, dy = (torch.randn(56, 16, generator=source).to(torch.bfloat16) for _ in range(2))
-    weight = torch.randn(3, 16, 16, generator=source).to(torch.bfloat16)
-    for rows in (x, dy):
-        rows[16:32] = rows[40:48] = 0  # the gaps
-    x[48:] = torch.nan
-    results = []
-    for by_offsets in (True, False):
-        ours, own = x.clone().requires_grad_(), weight.clone().requires_grad_()
-        if by_offsets:
-            y = multiply_by_offsets(ours, own, OFFSETS)
-        else:
-            y = grouped_linear(ours, own, Groups(OFFSETS, COUNTS))
-        (y[:48] * dy[:48]).float().sum().backward()
-        assert ours.grad is not None and own.grad is not None
-        results.append((y[:48].detach(), ours.grad[:48], own.grad))
-    for have, exactly in zip(*results, strict=True):
-        close("product", have, exactly.double(), 1e-2)
-
-
-def test_other_dtypes_than_bfloat16_are_refused_on_a_gpu() -> None:
-    for dtype in (torch.float16, torch.float32):
-        with pytest.raises(ConfigError, match=rf"{dtype} on a GPU.*take bfloat16"):
-            grouped_linear(torch.zeros(8, 8, dtype=dtype, device="meta"), torch.zeros(1, 8, 8), Groups(OFFSETS, COUNTS))
 
 
 @pytest.mark.parametrize("variant", ["swiglu", "gpt_oss"])

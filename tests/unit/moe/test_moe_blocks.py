@@ -5,6 +5,7 @@ The blocks are code that nobody here wrote. Two ranks are two threads, because a
 
 from __future__ import annotations
 
+import copy
 from types import SimpleNamespace
 from typing import Any
 
@@ -118,6 +119,21 @@ def test_a_layer_from_a_block_computes_what_the_block_does(family: str, ranks: i
     assert experts
     for name, value in experts.items():  # each rank has its own experts' gradients, of the tokens of all ranks
         close(name, torch.cat([results[name] for results in found]), value.double(), 1e-5)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_experts_are_stored_as_the_grouped_product_takes_them(family: str) -> None:
+    """Outputs first. Those of gpt-oss keep the shape that they have in checkpoints, also in copies and after a load."""
+    (world,) = wired(1)
+    layer = MoELayer.from_block(block_of(family), world, tokens=10)
+    layers = [layer, copy.deepcopy(layer)]
+    layers[1].load_state_dict(block_of(family).state_dict())
+    for each_layer in layers:
+        experts = each_layer.experts
+        for parameter in (experts.gate_up_proj, experts.down_proj):
+            assert experts._outputs_first(parameter).is_contiguous()
+            assert parameter.is_contiguous() == (family != "gpt_oss")
+    close_worlds([world])
 
 
 def routed(block: Any, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:

@@ -219,7 +219,8 @@ def test_experts_weigh_their_rows_in_the_kernels_of_swiglu(launched, monkeypatch
     monkeypatch.setattr(experts_of_a_layer, "_in_kernels", lambda _: False)
     want = compute()  # by torch's functions, one after the other
     for result, expected in zip(found, want, strict=True):
-        torch.testing.assert_close(result, expected, rtol=1e-5, atol=1e-4)
+        rows = slice(9 if len(result) == len(x) else None)  # those from the last offset on are unspecified
+        torch.testing.assert_close(result[rows], expected[rows], rtol=1e-5, atol=1e-4)
     assert float(want[2][:9].abs().min()) > 0, "a weight without a gradient"
 
 

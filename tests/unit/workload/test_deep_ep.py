@@ -119,7 +119,7 @@ ROUTINGS: dict[str, dict[str, Any]] = {"uniform": {}, "masked": {"masked": 0.4},
 def test_documented_results_are_accepted_and_spoilt_ones_are_reported(monkeypatch, routing, form):
     size = 2
     monkeypatch.setitem(sys.modules, "deep_ep", FakeBuffers(size))
-    monkeypatch.setattr(deep_ep, "join_default_group", lambda _: "0")
+    monkeypatch.setattr(deep_ep, "join_default_group", lambda _, *, connect: "0" if connect else None)
     monkeypatch.setattr(deep_ep, "dist", SimpleNamespace(group=SimpleNamespace(WORLD=None)))
     fp8 = {"wire": {"dispatch": "float8_e4m3"}, "output": "raw"} if form == "fp8" else {}
     layout = "rank" if form == "rank" else "expert"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 import threading
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -13,7 +14,7 @@ torch = pytest.importorskip("torch")
 
 from raymoe.config import Job  # noqa: E402
 from raymoe.exchange.spec import ExchangeSpec  # noqa: E402
-from raymoe.workload.compare import nccl_ep  # noqa: E402
+from raymoe.workload.compare import nccl_ep, other_systems  # noqa: E402
 from raymoe.workload.compare.nccl_ep import NcclEp  # noqa: E402
 from raymoe.workload.compare.other_systems import environment, refusal  # noqa: E402
 from raymoe.workload.inputs import Inputs, Routing  # noqa: E402
@@ -247,9 +248,16 @@ def job(backend: str, **exchange: Any) -> Job:
     return Job(name="x", workload="exchange", world={"ranks": 2}, exchange={"backend": backend, **exchange})
 
 
-def test_its_process_gets_memory_that_peers_map_and_no_settings_of_nvshmem() -> None:
-    variables = environment(job("nccl_ep_ll"), ["a", "b"], rank=0)
-    assert variables == {"CUDA_VISIBLE_DEVICES": "GPU-a,GPU-b", "NCCL_CUMEM_ENABLE": "1"}
+def test_its_process_gets_memory_that_peers_map_and_a_compiler(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(other_systems, "_folder_of", lambda _: str(tmp_path))
+    monkeypatch.delenv("CUDA_HOME", raising=False)
+    variables = {"CUDA_VISIBLE_DEVICES": "GPU-a,GPU-b", "NCCL_CUMEM_ENABLE": "1"}
+    assert environment(job("nccl_ep_ll"), ["a", "b"], rank=0) == variables, "there is no nvcc"
+    (tmp_path / "bin").mkdir()
+    (tmp_path / "bin" / "nvcc").touch()
+    assert environment(job("nccl_ep"), ["a", "b"], rank=0) == variables | {"CUDA_HOME": str(tmp_path)}
+    monkeypatch.setenv("CUDA_HOME", "/mine")
+    assert environment(job("nccl_ep"), ["a", "b"], rank=0) == variables
 
 
 def test_what_it_cannot_run_is_refused_before_it_starts() -> None:

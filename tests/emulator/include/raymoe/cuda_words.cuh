@@ -21,7 +21,7 @@ extern EmulatedIndex threadIdx, blockIdx, blockDim, gridDim;
 
 namespace emulator {
 
-enum class Collective { SYNC, SHUFFLE, SHUFFLE_UP, SHUFFLE_XOR, BALLOT, ALL, MATCH, OR, MAX };
+enum class Collective { SYNC, SHUFFLE, SHUFFLE_UP, SHUFFLE_XOR, BALLOT, ALL, MATCH, OR, MAX, TRANSPOSED, WARPGROUP };
 
 // A collective of all 32 threads of a warp. Each passes a value and an argument, and gets its own result.
 unsigned long long collective(Collective kind, unsigned int mask, unsigned long long value, unsigned int argument);
@@ -105,6 +105,15 @@ inline int __any_sync(unsigned int mask, int vote) { return __ballot_sync(mask, 
 inline int __popc(unsigned int bits) { return __builtin_popcount(bits); }
 inline int __ffs(unsigned int bits) { return __builtin_ffs(static_cast<int>(bits)); }
 inline int __clz(unsigned int bits) { return bits == 0 ? 32 : __builtin_clz(bits); }
+
+inline unsigned int __byte_perm(unsigned int low, unsigned int high, unsigned int selector) {
+    const unsigned long long bytes = static_cast<unsigned long long>(high) << 32 | low;
+    unsigned int result = 0;
+    for (unsigned int i = 0; i < 4; ++i) {
+        result |= static_cast<unsigned int>(bytes >> (selector >> 4 * i & 7) * 8 & 255) << 8 * i;
+    }
+    return result;
+}
 
 inline unsigned int __float_as_uint(float value) {
     unsigned int bits;

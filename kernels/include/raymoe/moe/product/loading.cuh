@@ -1,0 +1,117 @@
+// The loading thread of a product: it takes tiles, and loads their weights and tokens.
+#pragma once
+
+#include "raymoe/moe/product/product.cuh"
+
+namespace raymoe {
+
+// Writes the number of tiles before each expert to shared memory. The loading warp calls this.
+__device__ __forceinline__ void count_tiles(const ProductParams& p, const Memory& memory) {
+    const u32 lane = threadIdx.x % 32, output_tiles = (p.outputs + OUTPUTS - 1) / OUTPUTS;
+    u32 before = 0;
+    for (u32 begin = 0; begin < p.experts; begin += 32) {
+        const u32 expert = begin + lane;
+        const u32 rows = ptx::load_4_if(expert < p.experts, p.expert_counts + expert * 4ull, 0);
+        u32 sum = token_tiles(rows) * output_tiles;
+        const u32 own = sum;
+#pragma unroll
+        for (u32 step = 1; step < 32; step *= 2) {
+            const u32 other = __shfl_up_sync(0xFFFFFFFF, sum, step);
+            sum += lane >= step ? other : 0;
+        }
+        if (expert < p.experts) {
+            ptx::shared_store_4(memory.first_tile(expert), before + sum - own);
+        }
+        before += __shfl_sync(0xFFFFFFFF, sum, 31);
+    }
+    if (lane == 0) {
+        ptx::shared_store_4(memory.first_tile(p.experts), before);
+    }
+}
+
+// Finds the tile of this number, from expert `from` on: numbers of a block only rise.
+__device__ __forceinline__ ProductTile find_tile(const ProductParams& p, const Memory& memory, u32 number, u32 from) {
+    u32 expert = from;
+    while (ptx::shared_load_4(memory.first_tile(expert + 1)) <= number) {
+        ++expert;
+    }
+    const u32 rows = ptx::load_4(p.expert_counts + expert * 4ull), tiles = token_tiles(rows);
+    const u32 start = ptx::load_4(p.expert_offsets + expert * 4ull);
+    const u32 room = ptx::load_4(p.expert_offsets + expert * 4ull + 4) - start;
+    const u32 within = number - ptx::shared_load_4(memory.first_tile(expert));
+    // Neighbouring tiles have the same weights, so that blocks which run at once read them from the L2 cache.
+    const u32 output = within / tiles * OUTPUTS, token_tile = within % tiles, steps = rounded_up(rows, STEP) / STEP;
+    const u32 begin = token_tile * steps / tiles * STEP, end = (token_tile + 1) * steps / tiles * STEP;
+    const u32 stored = ZEROES_GAPS ? min(end, room) : min(end, rows);
+    return {expert, output, start + begin, min(end, rows) - begin, stored - begin};
+}
+
+struct Loader {
+    const ProductParams& p;
+    const Memory memory;
+    u32 turn = 0;  // of the stages
+
+    __device__ __forceinline__ void load(const ProductTile& tile, u64 weights_policy, u64 tokens_policy) {
+        const u32 rows = rounded_up(tile.stored, STEP), bytes = WEIGHT_BYTES + rows * ROW_BYTES;
+        const u32 second = GATED ? tile.output : tile.output + HALF_ROWS;
+        for (u32 column = 0; column < p.columns; column += COLUMNS, ++turn) {
+            const u32 stage = turn % STAGES, barrier = memory.full(stage);
+            await(memory.empty(stage), (turn / STAGES + 1) & 1);
+            ptx::barrier_expect(barrier, bytes);
+            const u32 weights = memory.weights(stage);
+            ptx::tensor_load_3d(weights, p.first, column, tile.output, tile.expert, barrier, weights_policy);
+            ptx::tensor_load_3d(weights + HALF_BYTES, p.second, column, second, tile.expert, barrier, weights_policy);
+            load_tokens(tile.row, rows, column, memory.tokens(stage), barrier, tokens_policy);
+        }
+    }
+
+    // Loads a multiple of 8 rows by boxes of 64, 32, 16 and 8.
+    __device__ __forceinline__ void load_tokens(u32 row, u32 rows, u32 column, u32 shared, u32 barrier, u64 policy) {
+        for (; rows >= 64; rows -= 64, row += 64, shared += 64 * ROW_BYTES) {
+            ptx::tensor_load_2d(shared, p.tokens[0], column, row, barrier, policy);
+        }
+#pragma unroll
+        for (u32 map = 1; map < 4; ++map) {
+            const u32 box = 64u >> map;
+            if (rows & box) {
+                ptx::tensor_load_2d(shared, p.tokens[map], column, row, barrier, policy);
+                row += box;
+                shared += box * ROW_BYTES;
+            }
+        }
+    }
+};
+
+// Takes tiles until there are none, and loads them.
+__device__ __forceinline__ void load_tiles(const ProductParams& p, const Memory& memory) {
+    const u32 tiles = ptx::shared_load_4(memory.first_tile(p.experts)), blocks = ptx::blocks();
+    // Each block increments the counter once at its start and once for each tile that it takes.
+    const u32 last_increment = tiles + blocks - 1;
+    u32* counter = p.taken;
+    const u64 once = ptx::evict_first_policy(), again = ptx::evict_last_policy();
+    Loader loader{p, memory};
+    u32 number = blockIdx.x, next = blocks + ptx::atomic_increment_wrapping_relaxed(counter, last_increment);
+    u32 expert = 0;
+    for (u32 turn = 0;; ++turn) {
+        const u32 record = turn % 2;
+        ProductTile tile{0, 0, 0, 0, 0};
+        if (number < tiles) {
+            tile = find_tile(p, memory, number, expert);
+            expert = tile.expert;
+        }
+        await(memory.read(record), (turn / 2 + 1) & 1);
+        ptx::shared_store_16(memory.tile(record), {tile.expert | static_cast<u64>(tile.output) << 32,
+                                                   tile.row | static_cast<u64>(tile.rows) << 32});
+        ptx::shared_store_4(memory.tile(record) + 16, tile.stored);
+        ptx::barrier_arrive(memory.told(record));
+        if (number >= tiles) {
+            return;
+        }
+        const bool alone = ptx::load_4(p.expert_counts + tile.expert * 4ull) <= TOKENS;
+        number = next;
+        next = blocks + ptx::atomic_increment_wrapping_relaxed(counter, last_increment);
+        loader.load(tile, alone ? once : again, again);
+    }
+}
+
+}  // namespace raymoe

@@ -1,0 +1,118 @@
+// The switches, parameters, tiles and shared memory of product.cu, which describes them.
+#pragma once
+
+#ifdef HALF_FLOATS
+#define WGMMA_TYPE "f16"
+#endif
+#include "raymoe/base/ptx_matrix.cuh"
+
+#ifndef MOST_TOKENS
+#define MOST_TOKENS 176
+#endif
+#ifndef PRODUCT_STAGES
+#define PRODUCT_STAGES 4
+#endif
+#ifdef GIVE_BACK_AT_ONCE
+#define AT_ONCE true
+#else
+#define AT_ONCE false
+#endif
+#ifdef GATED_ROWS
+#define GATED true
+#else
+#define GATED false
+#endif
+#ifdef INTERLEAVED
+#define TURNS true
+#else
+#define TURNS false
+#endif
+#ifdef STORES_GATE_UP
+#define STORES_PRODUCTS true
+#else
+#define STORES_PRODUCTS false
+#endif
+#ifdef BIASED_ROWS
+#define BIASED true
+#else
+#define BIASED false
+#endif
+#ifdef WEIGHTED_ROWS
+#define WEIGHTED true
+#else
+#define WEIGHTED false
+#endif
+#ifdef ZERO_GAPS
+#define ZEROES_GAPS true
+#else
+#define ZEROES_GAPS false
+#endif
+
+namespace raymoe {
+
+using u16 = unsigned short;
+
+constexpr u32 TOKENS = MOST_TOKENS, STAGES = PRODUCT_STAGES;
+constexpr bool GIVES_BACK_AT_ONCE = AT_ONCE;
+constexpr u32 MULTIPLYING_WARPS = 8, LOADING_WARP = 8, PRODUCT_THREADS = 384;
+constexpr u32 HALF_ROWS = 128;  // rows of weights in each half of a tile
+constexpr u32 OUTPUTS = GATED ? HALF_ROWS : 2 * HALF_ROWS;
+constexpr u32 COLUMNS = 64, ROW_BYTES = COLUMNS * 2;  // of a stage
+constexpr u32 HALF_BYTES = HALF_ROWS * ROW_BYTES, WEIGHT_BYTES = 2 * HALF_BYTES;
+constexpr u32 STAGE_BYTES = WEIGHT_BYTES + TOKENS * ROW_BYTES;
+constexpr u32 MULTIPLYING_REGISTERS = 232, OTHER_REGISTERS = 40;
+constexpr u32 STEP = ZEROES_GAPS ? 16 : 8;  // a tile's tokens are a multiple of it
+static_assert(TOKENS % STEP == 0 && TOKENS <= 176, "sums of more tokens do not fit in the registers");
+
+struct ProductParams {
+    EncodedMap first;       // [experts][rows of weights][columns], boxes of 128 rows: gate rows, or all rows
+    EncodedMap second;       // the same, from the first up row on, or the same as `first`
+    EncodedMap tokens[4];    // x, boxes of 64, 32, 16 and 8 rows
+    const u8* expert_offsets;  // u32[experts + 1]: the first row of each expert
+    const u8* expert_counts;   // u32[experts]: its rows
+    u8* y;                  // [rows][outputs]
+    u8* gate_up;            // STORES_GATE_UP: [rows][2 * outputs]
+    const u8* bias;         // BIASED_ROWS: of each row of weights, elements as those of weights
+    const u8* row_weights;  // WEIGHTED_ROWS: float[rows]
+    u32* taken;             // the counter of tiles
+    u32 experts;
+    u32 outputs;  // of an expert, a multiple of 16
+    u32 columns;  // a multiple of 8
+    float alpha, limit, up_plus;
+    u64 unused[6];  // up to a multiple of 64 bytes
+};
+
+// A tile as the loading thread describes it.
+struct ProductTile {
+    u32 expert;
+    u32 output;  // its first one
+    u32 row;     // the first row of x and y
+    u32 rows;    // rows of this expert; 0: there is no tile any more
+    u32 stored;  // rows of y that are stored: more than `rows` where a gap becomes zeros
+};
+
+__device__ __forceinline__ u32 rounded_up(u32 rows, u32 step) { return (rows + step - 1) / step * step; }
+
+// The tiles of tokens that an expert has.
+__device__ __forceinline__ u32 token_tiles(u32 rows) { return (rows + TOKENS - 1) / TOKENS; }
+
+// Shared memory.
+struct Memory {
+    u32 begin;  // a multiple of 1024
+
+    __device__ __forceinline__ u32 weights(u32 stage) const { return begin + stage * STAGE_BYTES; }
+    __device__ __forceinline__ u32 tokens(u32 stage) const { return weights(stage) + WEIGHT_BYTES; }
+    __device__ __forceinline__ u32 full(u32 stage) const { return begin + STAGES * STAGE_BYTES + stage * 8; }
+    __device__ __forceinline__ u32 empty(u32 stage) const { return full(STAGES) + stage * 8; }
+    __device__ __forceinline__ u32 told(u32 record) const { return empty(STAGES) + record * 8; }
+    __device__ __forceinline__ u32 read(u32 record) const { return told(2) + record * 8; }
+    __device__ __forceinline__ u32 tile(u32 record) const { return read(2) + record * 32; }
+    __device__ __forceinline__ u32 first_tile(u32 expert) const { return tile(2) + expert * 4; }
+};
+
+__device__ __forceinline__ void await(u32 barrier, u32 parity) {
+    while (!ptx::barrier_try_wait(barrier, parity)) {
+    }
+}
+
+}  // namespace raymoe

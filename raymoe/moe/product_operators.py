@@ -1,0 +1,326 @@
+"""The products of experts as operators of torch, with fakes and gradients.
+
+`multiply_experts` is one product, `gate_experts` one with a gated activation after it. On Hopper product.cu computes
+them, and few_rows.cu where rows are few. Elsewhere, and for sizes that no kernel takes, they are torch's products and
+the functions of `expert_rows`. Gradients are torch's products everywhere.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from math import inf
+from typing import Any
+
+import torch
+from torch import Tensor
+
+import raymoe.moe.few_rows as few_rows
+import raymoe.moe.product_launch as product_launch
+import raymoe.rows.activation  # noqa: F401  (registers the gradients of SwiGLU)
+import raymoe.rows.formulas as formulas
+from raymoe.moe.expert_kernels import ActivationForm
+from raymoe.moe.expert_rows import Groups, bias_of_rows, gated_activation, weigh_gradients, zero_gaps
+from raymoe.moe.product_choice import choose
+from raymoe.moe.products import Gate, Product, TileClass
+from raymoe.moe.torch_products import check_dtype, multiply_by_torch, outer_by_torch
+from raymoe.rows.direct import directly, needs_gradient
+from raymoe.rows.pipe_tensors import as_dense
+
+PLAIN = ActivationForm()
+"""SwiGLU."""
+
+
+@dataclass(frozen=True)
+class Added:
+    """What a product adds to rows times weights, and what its caller knows about the rows."""
+
+    bias: Tensor | None = None
+    """[L, N], of each expert."""
+    row_weights: Tensor | None = None
+    """float32[C]: each result is multiplied by its weight."""
+    expected_rows: float = inf
+    """The rows that an expert has on average, as the caller guesses. It chooses the kernel."""
+    zero_gaps: bool = True
+    """Whether results become zero in gaps where gradients are needed: another product of them needs that."""
+    gaps_are_zero: bool = False
+    """Whether x, the row weights and the gradients of results are zero in gaps, for the gradients of weights. Otherwise
+    a backward pass makes them so."""
+
+
+def multiply_experts(x: Tensor, weight: Tensor, groups: Groups, added: Added) -> Tensor:
+    """Multiply each expert's rows of x[C, K] by its `weight[e]`, [N, K]: [C, N]. See `grouped_linear`."""
+    check_dtype(x)
+    tensors = x, weight, groups.offsets, groups.counts, added.bias, added.row_weights
+    gradients = _needs_gradient(tensors)
+    arguments = *tensors, added.expected_rows, gradients and added.zero_gaps, added.gaps_are_zero
+    direct = not gradients and _directly(tensors)
+    y: Tensor = _multiply(*arguments) if direct else _ops.grouped_linear(*arguments)
+    return y
+
+
+def gate_experts(
+    x: Tensor,
+    weight: Tensor,
+    groups: Groups,
+    added: Added,
+    form: ActivationForm = PLAIN,
+    keep_gate_up: bool = False,
+) -> tuple[Tensor, Tensor]:
+    """Multiply each expert's rows of x[C, K] by its `weight[e]`, [2F, K], and return the gated activation, [C, F].
+
+    Return the products too, with their biases, if `keep_gate_up`, or where gradients need them; else an empty tensor.
+    They have no gradient.
+    """
+    check_dtype(x)
+    tensors = x, weight, groups.offsets, groups.counts, added.bias, added.row_weights
+    gradients = _needs_gradient(tensors)
+    numbers = form.interleaved, form.alpha, form.limit, form.up_plus
+    kept, zeroed = gradients or keep_gate_up, gradients and added.zero_gaps
+    arguments = *tensors, *numbers, added.expected_rows, kept, zeroed, added.gaps_are_zero
+    direct = not gradients and _directly(tensors)
+    results: tuple[Tensor, Tensor] = _gate(*arguments) if direct else _ops.grouped_gated(*arguments)
+    return results
+
+
+def streams_weights(x: Tensor, weight: Tensor, expected_rows: float, gated: bool) -> bool:
+    """Whether few_rows.cu computes such a product, without biases, weights or gradients."""
+    return few_rows.takes(x, weight, gated) and choose(expected_rows, few_rows=True) is None
+
+
+def _needs_gradient(tensors: tuple[Tensor | None, ...]) -> bool:
+    return needs_gradient(*(tensor for tensor in tensors if tensor is not None))
+
+
+def _directly(tensors: tuple[Tensor | None, ...]) -> bool:
+    return directly(*(tensor for tensor in tensors if tensor is not None))
+
+
+def _bounded(expected_rows: float, x: Tensor, weight: Tensor) -> float:
+    """Bound a guess by the rows that there is memory for."""
+    return min(expected_rows, len(x) / max(1, weight.shape[0]))
+
+
+# The operators. As in raymoe/moe/differentiable.py they are defined without `torch.library.custom_op`.
+
+_OPERANDS = "Tensor x, Tensor weight, Tensor offsets, Tensor counts, Tensor? bias, Tensor? row_weights"
+_GATE = "bool interleaved, float alpha, float limit, float up_plus"
+_SCHEMAS = {
+    "grouped_linear": f"({_OPERANDS}, float expected_rows, bool zero_gaps, bool gaps_are_zero) -> Tensor",
+    "grouped_gated": f"({_OPERANDS}, {_GATE}, float expected_rows, bool keep_gate_up, bool zero_gaps, "
+    "bool gaps_are_zero) -> (Tensor y, Tensor gate_up)",
+}
+for _name, _schema in _SCHEMAS.items():
+    torch.library.define(f"raymoe::{_name}", _schema, tags=torch.Tag.pt2_compliant_tag)
+_ops: Any = torch.ops.raymoe
+_DEVICES = ("cpu", "cuda")
+
+
+@dataclass(frozen=True)
+class _Operands:
+    x: Tensor
+    weight: Tensor
+    offsets: Tensor
+    counts: Tensor
+    bias: Tensor | None
+    row_weights: Tensor | None
+
+    @property
+    def groups(self) -> Groups:
+        return Groups(self.offsets, self.counts)
+
+    @property
+    def places(self) -> tuple[Tensor, Tensor]:
+        return self.offsets, self.counts
+
+    def product(self, gate: Gate | None, tiles: TileClass, keep_gate_up: bool, zero_gaps: bool) -> Product:
+        """Allocate the results, and return the product."""
+        x, weight = as_dense(self.x), self.weight
+        rows, products = len(x), weight.shape[1]
+        bias, row_weights = self.bias, self.row_weights
+        offsets, counts = (numbers.to(torch.int32).contiguous() for numbers in self.places)
+        return Product(
+            x,
+            weight,
+            offsets,
+            counts,
+            y=x.new_empty(rows, products if gate is None else products // 2),
+            gate=gate,
+            gate_up=x.new_empty(rows, products) if keep_gate_up else None,
+            bias=None if bias is None else as_dense(bias.to(x.dtype)),
+            row_weights=None if row_weights is None else as_dense(row_weights.to(torch.float32)),
+            zero_gaps=zero_gaps,
+            tiles=tiles,
+        )
+
+    def by_few_rows(self, gated: bool) -> Tensor:
+        places = (numbers.to(torch.int32).contiguous() for numbers in self.places)
+        return few_rows.multiply_few_rows(self.x, self.weight, *places, gated=gated)
+
+
+# One product.
+
+
+def _multiply(*arguments: Any) -> Tensor:
+    *tensors, expected_rows, zeroes_gaps, gaps_are_zero = arguments
+    operands = _Operands(*tensors)
+    x, weight, bias, row_weights = operands.x, operands.weight, operands.bias, operands.row_weights
+    few = bias is None and row_weights is None and not zeroes_gaps and few_rows.takes(x, weight, gated=False)
+    tiles = choose(_bounded(expected_rows, x, weight), few)
+    if tiles is None:
+        return operands.by_few_rows(gated=False)
+    if not product_launch.takes(x, weight, None):
+        return _multiply_by_torch(operands, zeroes_gaps and not gaps_are_zero)
+    product = operands.product(None, tiles, False, zeroes_gaps)
+    product_launch.launch(product)
+    return product.y
+
+
+def _multiply_by_torch(operands: _Operands, zeroes_gaps: bool) -> Tensor:
+    groups, bias, row_weights = operands.groups, operands.bias, operands.row_weights
+    y = multiply_by_torch(operands.x, operands.weight, groups)
+    if row_weights is not None:
+        none = y.new_zeros(len(groups.counts), y.shape[1]) if bias is None else bias
+        added, there = bias_of_rows(y, none, *operands.places)
+        return y.copy_(torch.where(there, (formulas.wide(y) + added) * row_weights[:, None].to(added.dtype), 0))
+    if bias is not None:
+        biased: Tensor = _ops.add_expert_bias(y, bias.to(y.dtype), *operands.places, None)
+        return biased
+    return zero_gaps(y, groups) if zeroes_gaps else y
+
+
+def _fake_multiply(x: Tensor, weight: Tensor, *_: object) -> Tensor:
+    return x.new_empty(x.shape[0], weight.shape[1])
+
+
+def _save_for_product(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:  # noqa: ARG001  (torch gives it by name)
+    *tensors, _expected_rows, _zeroes_gaps, ctx.gaps_are_zero = inputs
+    ctx.save_for_backward(*tensors)
+
+
+def _product_backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
+    x, weight, offsets, counts, bias, row_weights = ctx.saved_tensors
+    needs_x, needs_weight, _, _, needs_bias, needs_row_weights, *_ = ctx.needs_input_grad
+    groups = Groups(offsets, counts)
+    if not ctx.gaps_are_zero:
+        dy, x = zero_gaps(dy, groups), zero_gaps(x, groups)
+        row_weights = None if row_weights is None else zero_gaps(row_weights[:, None], groups)[:, 0]
+    dx = d_weights = None
+    if needs_x or needs_row_weights:
+        dx = multiply_by_torch(dy, weight.transpose(1, 2), groups)
+    if row_weights is not None and dx is not None:
+        # The gradient of a weight is the sum of dy times its product, which is that of dx times x.
+        d_weights = weigh_gradients(dx, row_weights, offsets, x.contiguous() if needs_row_weights else None)
+        if bias is not None and needs_row_weights:
+            d_weights = d_weights + _ops.bias_dots(dy, bias, offsets, counts)
+    d_weight = None
+    if needs_weight:
+        weighted = x if row_weights is None else (formulas.wide(x) * row_weights[:, None]).to(x.dtype)
+        d_weight = outer_by_torch(dy, weighted, groups)
+    d_bias = _ops.expert_sums(dy, offsets, counts, row_weights).to(bias.dtype) if needs_bias else None
+    return dx if needs_x else None, d_weight, None, None, d_bias, d_weights if needs_row_weights else None, *_NONE[:3]
+
+
+_NONE = (None,) * 7
+
+
+# A product and a gated activation.
+
+
+def _gate(*arguments: Any) -> tuple[Tensor, Tensor]:
+    *operands_and_form, expected_rows, keep_gate_up, zeroes_gaps, gaps_are_zero = arguments
+    operands, form = _Operands(*operands_and_form[:6]), ActivationForm(*operands_and_form[6:])
+    x, weight = operands.x, operands.weight
+    gate = Gate(form.interleaved, form.alpha, form.limit, form.up_plus)
+    few = operands.bias is None and operands.row_weights is None and not keep_gate_up and not zeroes_gaps
+    few = few and form == PLAIN and few_rows.takes(x, weight, gated=True)
+    tiles = choose(_bounded(expected_rows, x, weight), few)
+    if tiles is None:
+        return operands.by_few_rows(gated=True), x.new_empty(0)
+    if not product_launch.takes(x, weight, gate):
+        return _gate_by_torch(operands, form, keep_gate_up, zeroes_gaps and not gaps_are_zero)
+    product = operands.product(gate, tiles, keep_gate_up, zeroes_gaps)
+    product_launch.launch(product)
+    return product.y, x.new_empty(0) if product.gate_up is None else product.gate_up
+
+
+def _gate_by_torch(
+    operands: _Operands, form: ActivationForm, keep_gate_up: bool, zeroes_gaps: bool
+) -> tuple[Tensor, Tensor]:
+    groups, bias = operands.groups, operands.bias
+    gate_up = multiply_by_torch(operands.x, operands.weight, groups)
+    if form == PLAIN and bias is None and not zeroes_gaps:
+        return _swiglu(gate_up, groups, operands.row_weights), gate_up if keep_gate_up else gate_up.new_empty(0)
+    if not keep_gate_up:
+        return gated_activation(form, gate_up, bias, groups, operands.row_weights), gate_up.new_empty(0)
+    if bias is not None:
+        gate_up = _ops.add_expert_bias(gate_up, bias.to(gate_up.dtype), *operands.places, None)
+    elif zeroes_gaps:
+        gate_up = zero_gaps(gate_up, groups)
+    return gated_activation(form, gate_up, None, groups, operands.row_weights), gate_up
+
+
+def _swiglu(gate_up: Tensor, groups: Groups, row_weights: Tensor | None) -> Tensor:
+    y: Tensor
+    if row_weights is None:
+        y = _ops.swiglu(gate_up, groups.offsets, None)
+    else:
+        y = _ops.weighted_swiglu(gate_up, row_weights, groups.offsets, None)
+    return y
+
+
+def _fake_gate(x: Tensor, weight: Tensor, *others: Any) -> tuple[Tensor, Tensor]:
+    *_, keep_gate_up, _zero_gaps, _gaps_are_zero = others
+    rows, products = x.shape[0], weight.shape[1]
+    return x.new_empty(rows, products // 2), x.new_empty(rows, products) if keep_gate_up else x.new_empty(0)
+
+
+def _save_for_gate(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+    x, weight, offsets, counts, bias, row_weights, *numbers = inputs
+    *ctx.numbers, _expected_rows, _keep_gate_up, _zeroes_gaps, ctx.gaps_are_zero = numbers
+    ctx.bias_dtype = None if bias is None else bias.dtype
+    ctx.mark_non_differentiable(output[1])
+    ctx.set_materialize_grads(False)
+    ctx.save_for_backward(x, weight, offsets, counts, row_weights, output[1])
+
+
+def _gate_backward(ctx: Any, dy: Tensor | None, _gate_up: None) -> tuple[Tensor | None, ...]:
+    if dy is None:
+        return _NONE + _NONE
+    x, weight, offsets, counts, row_weights, gate_up = ctx.saved_tensors
+    needs_x, needs_weight, _, _, needs_bias, needs_row_weights, *_ = ctx.needs_input_grad
+    groups, form = Groups(offsets, counts), ActivationForm(*ctx.numbers)
+    plain = form == PLAIN and ctx.gaps_are_zero and ctx.bias_dtype is None
+    if not ctx.gaps_are_zero:
+        x = zero_gaps(x, groups)
+    d_gate_up, d_weights = _activation_gradients(dy, gate_up, groups, form, row_weights, plain)
+    dx = multiply_by_torch(d_gate_up, weight.transpose(1, 2), groups) if needs_x else None
+    d_weight = outer_by_torch(d_gate_up, x, groups) if needs_weight else None
+    d_bias = _ops.expert_sums(d_gate_up, offsets, counts, None).to(ctx.bias_dtype) if needs_bias else None
+    return dx, d_weight, None, None, d_bias, d_weights if needs_row_weights else None, *_NONE, None
+
+
+def _activation_gradients(
+    dy: Tensor, gate_up: Tensor, groups: Groups, form: ActivationForm, row_weights: Tensor | None, plain: bool
+) -> tuple[Tensor, Tensor]:
+    """Return the gradients of the biased products, zero in gaps, and of the row weights if there are some.
+
+    `plain`: it is SwiGLU of products without biases, and dy and the row weights are zero in gaps.
+    """
+    gradients: tuple[Tensor, Tensor]
+    if plain:  # the products are zero in gaps, and so are their gradients
+        if row_weights is not None:
+            gradients = _ops.weighted_swiglu_backward(dy, gate_up, row_weights, groups.offsets, None)
+            return gradients
+        return _ops.swiglu_backward(dy, gate_up, groups.offsets, None), dy
+    numbers = form.interleaved, form.alpha, form.limit, form.up_plus
+    places = groups.offsets, groups.counts
+    gradients = _ops.gated_activation_backward(dy, gate_up, None, *places, row_weights, *numbers)
+    return gradients
+
+
+torch.library.impl("raymoe::grouped_linear", _DEVICES, _multiply)
+torch.library.impl("raymoe::grouped_gated", _DEVICES, _gate)
+torch.library.register_fake("raymoe::grouped_linear", _fake_multiply)
+torch.library.register_fake("raymoe::grouped_gated", _fake_gate)
+torch.library.register_autograd("raymoe::grouped_linear", _product_backward, setup_context=_save_for_product)
+torch.library.register_autograd("raymoe::grouped_gated", _gate_backward, setup_context=_save_for_gate)

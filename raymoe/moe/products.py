@@ -1,0 +1,221 @@
+"""Products of experts by kernels/moe/product.cu: each expert's rows times its weights.
+
+The kernel takes weights as rows of its tiles and tokens as columns, in steps of 8. So an expert costs the rows that it
+has. docs/products.md says when that pays.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from dataclasses import dataclass, field
+from math import inf
+from typing import Annotated
+
+import torch
+
+from raymoe.cuda.jit import KernelSource
+from raymoe.cuda.params import F32, U32, Address, Params
+from raymoe.cuda.tensor_map import EncodedMap, TensorMap
+from raymoe.errors import ConfigError
+from raymoe.rows.pipe_tensors import ALIGNMENT
+
+THREADS = 384
+COLUMNS = 64
+"""Columns of a stage."""
+HALF_ROWS = 128
+"""Rows of weights in each half of a tile."""
+TOKEN_BOXES = (64, 32, 16, 8)
+SHARED_BYTES = 227 << 10
+OUTPUT_STEP, COLUMN_STEP = 16, 8
+"""Outputs and columns of a weight are multiples of these."""
+
+
+@dataclass(frozen=True)
+class TileClass:
+    """A build of the kernel: the most tokens of a tile, and its stages."""
+
+    tokens: int
+    stages: int
+    at_once: bool = False
+    """Whether a stage is given back before the next one is multiplied, which pays where memory bounds the product."""
+
+    @property
+    def stage_bytes(self) -> int:
+        return (2 * HALF_ROWS + self.tokens) * COLUMNS * 2
+
+    def shared_bytes(self, experts: int) -> int:
+        """The stages, their barriers, two records of tiles with theirs, and the first tile of each expert.
+
+        >>> TileClass(176, 4).shared_bytes(256) <= SHARED_BYTES
+        True
+        """
+        return self.stages * (self.stage_bytes + 16) + 2 * (16 + 32) + 4 * (experts + 1)
+
+
+FEW, SOME, MANY = TileClass(96, 5, at_once=True), TileClass(176, 4, at_once=True), TileClass(176, 4)
+
+
+@dataclass(frozen=True)
+class ProductParams(Params):
+    """The parameters of kernels/moe/product.cu."""
+
+    first: EncodedMap
+    second: EncodedMap
+    tokens: Annotated[tuple[EncodedMap, ...], EncodedMap.array(len(TOKEN_BOXES))]
+    expert_offsets: Address
+    expert_counts: Address
+    y: Address
+    gate_up: Address
+    bias: Address
+    row_weights: Address
+    taken: Address
+    experts: U32
+    outputs: U32
+    columns: U32
+    alpha: F32
+    limit: F32
+    up_plus: F32
+    unused: Annotated[tuple[int, ...], ctypes.c_uint64 * 6] = (0,) * 6
+
+
+@dataclass(frozen=True)
+class Gate:
+    """How gate and up become one: see `Activation`."""
+
+    interleaved: bool = False
+    alpha: float = 1.0
+    limit: float = inf
+    up_plus: float = 0.0
+
+    @property
+    def general(self) -> bool:
+        return (self.alpha, self.limit, self.up_plus) != (1.0, inf, 0.0)
+
+
+@dataclass(slots=True)
+class Product:
+    """x[C, K] times weight[L, N, K], of bfloat16 or float16. The offsets are int32[L + 1], the counts int32[L].
+
+    Without a gate y is [C, N]. With one, N is gate and up rows, y is [C, N / 2], and `gate_up`, [C, N], takes the
+    products. `bias` is [L, N], `row_weights` float32[C]. With `zero_gaps` a gap becomes zeros up to a multiple of 16.
+    """
+
+    x: torch.Tensor
+    weight: torch.Tensor
+    offsets: torch.Tensor
+    counts: torch.Tensor
+    y: torch.Tensor
+    gate: Gate | None = None
+    gate_up: torch.Tensor | None = None
+    bias: torch.Tensor | None = None
+    row_weights: torch.Tensor | None = None
+    zero_gaps: bool = False
+    tiles: TileClass = field(default=MANY)
+
+    @property
+    def outputs(self) -> int:
+        return self.weight.shape[1] // (1 if self.gate is None else 2)
+
+    @property
+    def half(self) -> bool:
+        return self.x.dtype is torch.float16
+
+    @property
+    def most_tiles(self) -> int:
+        """An upper bound of the number of tiles, from the sizes alone.
+
+        >>> x, weight, places = torch.empty(352, 64), torch.empty(2, 512, 64), torch.empty(3)
+        >>> Product(x, weight, places, places, x).most_tiles
+        8
+        """
+        experts, rows = self.weight.shape[0], len(self.x)
+        outputs_of_tile = 2 * HALF_ROWS if self.gate is None else HALF_ROWS
+        return -(-self.outputs // outputs_of_tile) * (min(experts, rows) + rows // self.tiles.tokens)
+
+    def source(self) -> KernelSource:
+        """Return the build for this product."""
+        switches = {
+            "GIVE_BACK_AT_ONCE": self.tiles.at_once,
+            "GATED_ROWS": self.gate is not None,
+            "INTERLEAVED": self.gate is not None and self.gate.interleaved,
+            "GENERAL_GATE": self.gate is not None and self.gate.general,
+            "STORES_GATE_UP": self.gate_up is not None,
+            "BIASED_ROWS": self.bias is not None,
+            "WEIGHTED_ROWS": self.row_weights is not None,
+            "ZERO_GAPS": self.zero_gaps,
+            "HALF_FLOATS": self.half,
+        }
+        defines = [("MOST_TOKENS", str(self.tiles.tokens)), ("PRODUCT_STAGES", str(self.tiles.stages))]
+        defines += [(name, "1") for name, wanted in switches.items() if wanted]
+        return KernelSource("moe/product", (ProductParams, EncodedMap), tuple(defines))
+
+    def maps(self) -> tuple[TensorMap, TensorMap, tuple[TensorMap, ...]]:
+        """Return the maps of both halves of the weights, and of the tokens by boxes of 64, 32, 16 and 8 rows."""
+        return *self.weight_maps(), self.token_maps()
+
+    def weight_maps(self) -> tuple[TensorMap, TensorMap]:
+        """Return the maps of both halves of the weights: gate and up, or twice the whole."""
+        experts, rows, columns = self.weight.shape
+        row_bytes = columns * self.weight.element_size()
+        interleaved = self.gate is not None and self.gate.interleaved
+        between = 2 * row_bytes if interleaved else row_bytes
+        sizes = (columns, self.outputs, experts)
+        strides, box = (between, rows * row_bytes), (COLUMNS, HALF_ROWS, 1)
+        up = 0 if self.gate is None else row_bytes if interleaved else self.outputs * row_bytes
+        at = self.weight.data_ptr()
+        first, second = (TensorMap(address, sizes, strides, box, self.half) for address in (at, at + up))
+        return first, second
+
+    def token_maps(self) -> tuple[TensorMap, ...]:
+        """Return the maps of the tokens, by boxes of 64, 32, 16 and 8 rows."""
+        rows, columns = self.x.shape
+        strides = (columns * self.x.element_size(),)
+        return tuple(
+            TensorMap(self.x.data_ptr(), (columns, rows), strides, (COLUMNS, box_rows), self.half)
+            for box_rows in TOKEN_BOXES
+        )
+
+    def check(self) -> None:
+        """Refuse what the kernel cannot compute."""
+        columns = self.weight.shape[2]
+        if not fits(self.outputs, columns):
+            raise ConfigError(
+                f"{self.outputs} outputs of {columns} columns; the product takes multiples of {OUTPUT_STEP} outputs "
+                f"and {COLUMN_STEP} columns"
+            )
+        for name in ("x", "weight", "y", "gate_up"):
+            tensor = getattr(self, name)
+            if tensor is not None and tensor.data_ptr() % ALIGNMENT:
+                raise ConfigError(f"product: {name} does not begin at a multiple of {ALIGNMENT} bytes: call .clone()")
+
+    def params(self, encoded: tuple[EncodedMap, EncodedMap, tuple[EncodedMap, ...]], taken: int) -> ProductParams:
+        """Return the parameters; `taken` is the address of the counter of tiles."""
+        gate = self.gate or Gate()
+        first, second, tokens = encoded
+        return ProductParams(
+            first=first,
+            second=second,
+            tokens=tokens,
+            expert_offsets=self.offsets.data_ptr(),
+            expert_counts=self.counts.data_ptr(),
+            y=self.y.data_ptr(),
+            gate_up=0 if self.gate_up is None else self.gate_up.data_ptr(),
+            bias=0 if self.bias is None else self.bias.data_ptr(),
+            row_weights=0 if self.row_weights is None else self.row_weights.data_ptr(),
+            taken=taken,
+            experts=self.weight.shape[0],
+            outputs=self.outputs,
+            columns=self.weight.shape[2],
+            alpha=gate.alpha,
+            limit=gate.limit,
+            up_plus=gate.up_plus,
+        )
+
+
+def fits(outputs: int, columns: int) -> bool:
+    """Whether the kernel computes as many outputs of as many columns.
+
+    >>> fits(16, 8), fits(24, 64), fits(16, 12)
+    (True, False, False)
+    """
+    return outputs % OUTPUT_STEP == 0 and columns % COLUMN_STEP == 0 and min(outputs, columns) > 0

@@ -1,0 +1,208 @@
+"""The systems that workload products measures: raymoe, its kernels one by one, torch, DeepGEMM, and a copy.
+
+Each entry of SYSTEMS makes a `Prepared` from a task, or raises `Unavailable` with the reason.
+"""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from raymoe.errors import RaymoeError
+from raymoe.moe import few_rows, product_launch
+from raymoe.moe.grouped import grouped_linear, grouped_swiglu
+from raymoe.moe.product_choice import CHOICES
+from raymoe.moe.products import Gate, Product, TileClass
+from raymoe.rows.activation import swiglu
+from raymoe.workload.products.tasks import Task, error_between, padded_places
+
+Compute = Callable[[], Tensor]
+
+
+class Unavailable(RaymoeError):  # noqa: N818 - it says what happened
+    """A system cannot compute a product here. The message says why."""
+
+
+@dataclass(frozen=True)
+class Prepared:
+    """A function that computes on the current stream, and one that returns the error of its result."""
+
+    compute: Compute
+    error: Callable[[Tensor], float]
+
+
+def _by_places(task: Task, compute: Compute) -> Prepared:
+    """A system whose result has the rows of x in their places."""
+
+    def error(y: Tensor) -> float:
+        if not bool(y[task.own].isfinite().all()):
+            return torch.inf
+        return error_between(y[task.checked], task.want)
+
+    return Prepared(compute, error)
+
+
+def _gated_if(task: Task, compute: Compute) -> Compute:
+    """Apply SwiGLU after a product, as a layer does that has no kernel for both."""
+    return (lambda: swiglu(compute())) if task.gated else compute
+
+
+# raymoe: by its public functions, and by each kernel.
+
+
+def _raymoe(task: Task) -> Prepared:
+    function: Any = grouped_swiglu if task.gated else grouped_linear
+    given = task.x, task.weight, task.offsets, task.counts
+    return _by_places(task, lambda: function(*given, expected_rows=task.sizes.mean))
+
+
+def _few_rows(task: Task) -> Prepared:
+    if not few_rows.takes(task.x, task.weight, task.gated):
+        raise Unavailable("few_rows.cu needs a GPU of compute capability 9.0 or newer, bfloat16, and sizes that fit")
+    if task.sizes.mean > MOST_FEW_ROWS:
+        raise Unavailable(f"few_rows.cu is measured up to {MOST_FEW_ROWS} rows of an expert on average")
+    given = task.x, task.weight, task.offsets, task.counts
+    return _by_places(task, lambda: few_rows.multiply_few_rows(*given, gated=task.gated))
+
+
+MOST_FEW_ROWS = 128
+
+
+def _class(tiles: TileClass, task: Task) -> Prepared:
+    gate = Gate() if task.gated else None
+    if not product_launch.takes(task.x, task.weight, gate):
+        raise Unavailable("product.cu needs a GPU of compute capability 9.0, 16-bit elements, and sizes that fit")
+
+    def compute() -> Tensor:
+        y = task.x.new_empty(len(task.x), task.sizes.outputs(task.op))
+        product_launch.launch(Product(task.x, task.weight, task.offsets, task.counts, y, gate, tiles=tiles))
+        return y
+
+    return _by_places(task, compute)
+
+
+def name_of(tiles: TileClass) -> str:
+    """Name the system that computes by one class of product.cu."""
+    return f"product_{tiles.tokens}" + ("_at_once" if tiles.at_once else "")
+
+
+# torch.
+
+
+def _grouped_mm(task: Task) -> Prepared:
+    if task.on_gpu and task.x.dtype != torch.bfloat16:
+        raise Unavailable(f"torch makes the host wait where grouped_mm multiplies {task.sizes.dtype}")
+    product: Any = functional.grouped_mm
+    weight, ends = task.weight.transpose(1, 2), task.offsets[1:]
+    return _by_places(task, _gated_if(task, lambda: product(task.x, weight, offs=ends)))
+
+
+def _dense(task: Task) -> Prepared:
+    """As many rows, by the weights of one expert."""
+    x, weight = task.x[: task.rows], task.weight[0].T
+    checked = torch.linspace(0, max(0, task.rows - 1), min(task.rows, 64)).round().long().to(x.device)
+
+    def error(y: Tensor) -> float:
+        return error_between(y[checked], task.exactly(checked, 0))
+
+    return Prepared(_gated_if(task, lambda: torch.mm(x, weight)), error)
+
+
+# DeepGEMM: rows padded as it needs them; for few rows by its masked form.
+
+MOST_MASKED = 64
+
+
+def _deep_gemm(task: Task) -> Prepared:
+    if not task.on_gpu or task.x.dtype != torch.bfloat16:
+        raise Unavailable("DeepGEMM is compared on GPUs, with bfloat16")
+    try:
+        deep_gemm = importlib.import_module("deep_gemm")
+    except ImportError as error:
+        raise Unavailable(f"DeepGEMM cannot be imported: {error}") from error
+    masked = task.sizes.mean <= MOST_MASKED
+    return _deep_gemm_masked(task, deep_gemm) if masked else _deep_gemm_contiguous(task, deep_gemm)
+
+
+def _deep_gemm_contiguous(task: Task, deep_gemm: Any) -> Prepared:
+    starts, rows = padded_places(task.sizes.counts, deep_gemm.get_m_alignment_for_contiguous_layout())
+    x = task.x.new_zeros(rows, task.x.shape[1])
+    experts = torch.full((rows,), -1, dtype=torch.int32, device=x.device)
+    places = _places_from(task, starts)
+    x[places] = task.x[task.own]
+    counts = torch.tensor(task.sizes.counts, device=x.device)
+    experts[places] = torch.arange(len(counts), dtype=torch.int32, device=x.device).repeat_interleave(counts)
+
+    def compute() -> Tensor:
+        y = x.new_empty(rows, task.weight.shape[1])
+        deep_gemm.m_grouped_bf16_gemm_nt_contiguous(x, task.weight, y, experts)
+        return y
+
+    return _moved(task, compute, places)
+
+
+def _deep_gemm_masked(task: Task, deep_gemm: Any) -> Prepared:
+    most = max(16, max(task.sizes.counts))
+    experts, columns = len(task.sizes.counts), task.x.shape[1]
+    x = task.x.new_zeros(experts, most, columns)
+    places = _places_from(task, [most * expert for expert in range(experts)])
+    x.view(-1, columns)[places] = task.x[task.own]
+    expected = max(1, round(task.sizes.mean))
+
+    def compute() -> Tensor:
+        y = x.new_empty(experts, most, task.weight.shape[1])
+        deep_gemm.m_grouped_bf16_gemm_nt_masked(x, task.weight, y, task.counts, expected)
+        return y.view(experts * most, -1)
+
+    return _moved(task, compute, places)
+
+
+def _places_from(task: Task, starts: list[int]) -> Tensor:
+    """Return where each row is, in the order of `own`, if experts start there."""
+    parts = [torch.arange(start, start + count) for start, count in zip(starts, task.sizes.counts, strict=True)]
+    return torch.cat(parts).to(task.x.device)
+
+
+def _moved(task: Task, compute: Compute, places: Tensor) -> Prepared:
+    """A system whose rows are at other places than those of x."""
+
+    def error(y: Tensor) -> float:
+        back = y.new_empty(len(task.x), y.shape[1])
+        back[task.own] = y[places]
+        return error_between(back[task.checked], task.want)
+
+    return Prepared(_gated_if(task, compute), error)
+
+
+# The copy: half of the weights' bytes are read, half written.
+
+
+def _copy(task: Task) -> Prepared:
+    source = torch.ones(max(1, task.weight_bytes // 2), dtype=torch.uint8, device=task.x.device)
+    into = torch.empty_like(source)
+    return Prepared(lambda: into.copy_(source), lambda y: 0.0 if bool((y == 1).all()) else torch.inf)
+
+
+# All of them.
+
+OURS, COPY = "raymoe", "copy"
+CLASSES = {name_of(tiles): partial(_class, tiles) for _, tiles in CHOICES if tiles is not None}
+OWN = (OURS, "few_rows", *CLASSES, COPY)
+"""The systems that must work: what they do wrong ends the run."""
+
+SYSTEMS: dict[str, Callable[[Task], Prepared]] = {
+    OURS: _raymoe,
+    "few_rows": _few_rows,
+    **CLASSES,
+    "grouped_mm": _grouped_mm,
+    "dense": _dense,
+    "deep_gemm": _deep_gemm,
+    COPY: _copy,
+}

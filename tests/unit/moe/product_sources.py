@@ -1,0 +1,31 @@
+"""The builds of kernels/moe/product.cu."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import torch
+
+from raymoe.cuda.jit import KernelSource
+from raymoe.moe.products import FEW, MANY, Gate
+from tests.unit.moe.emulated_product import SMALL, ProductCase
+
+PLAIN = ProductCase((1,), columns=8, outputs=16, tiles=FEW)
+GATED = replace(PLAIN, gate=Gate())
+ALL_SWITCHES = replace(PLAIN, gate=Gate(True, 1.702, 7.0, 1.0), gate_up=True, bias=True, weighted=True, zero_gaps=True)
+GPT_OSS = Gate(True, 1.702, 7.0, 1.0)
+TRAINED = replace(GATED, gate_up=True, zero_gaps=True)
+OF_LAYERS = (
+    *(TRAINED, replace(TRAINED, weighted=True), replace(PLAIN, zero_gaps=True)),
+    *(replace(PLAIN, gate=GPT_OSS, bias=True), replace(PLAIN, bias=True)),
+)
+"""The builds of layers that the switches do not show: the forward pass of training, and gpt-oss."""
+HALF = replace(ALL_SWITCHES, gate=Gate(), dtype=torch.float16)
+
+
+def product_sources() -> tuple[KernelSource, ...]:
+    """Return the builds: first those that show each switch, in classes that compile in a few seconds."""
+    quick = (PLAIN, GATED, replace(ALL_SWITCHES, tiles=SMALL), replace(HALF, tiles=SMALL))
+    whole = (PLAIN, GATED, ALL_SWITCHES, HALF, replace(PLAIN, bias=True, weighted=True, zero_gaps=True), *OF_LAYERS)
+    cases = (*quick, *(replace(case, tiles=tiles) for tiles in (FEW, MANY) for case in whole))
+    return tuple(dict.fromkeys(case.product().source() for case in cases))

@@ -1,0 +1,111 @@
+"""kernels/moe/product.cu on the emulator, against exact results: operands are small integers."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from math import nan
+
+import pytest
+import torch
+
+from raymoe.moe.products import FEW, MANY, Gate, TileClass
+from tests.emulator.build import compiler
+from tests.unit.moe.emulated_product import SMALL, ProductCase, drawn_case, judge, run_product
+
+pytestmark = pytest.mark.skipif(compiler() is None, reason="needs a C++ compiler, which compiles kernels for a CPU")
+
+OTHER = TileClass(24, 3)
+SWIGLU, INTERLEAVED = Gate(), Gate(interleaved=True)
+GPT_OSS = Gate(interleaved=True, alpha=1.702, limit=7.0, up_plus=1.0)
+F16 = torch.float16
+
+
+def check(case: ProductCase, blocks: int = 2, seed: int = 0) -> None:
+    product = case.product()
+    run_product(product, blocks, seed)
+    judge(product, case.untouched)
+
+
+@pytest.mark.parametrize(
+    "case",
+    [
+        ProductCase(),
+        ProductCase(columns=192, outputs=272),
+        ProductCase(columns=8, outputs=16),
+        ProductCase(columns=64, outputs=256, gap=0),
+        ProductCase(tiles=OTHER, columns=136),
+        ProductCase((24, 25, 48, 8, 7), tiles=OTHER, columns=64, outputs=144),
+        ProductCase((1, 0, 0), columns=64),
+        ProductCase((0, 0, 0)),
+        ProductCase((1,) * 40, columns=16, outputs=16),
+        ProductCase((70,), columns=64, outputs=528),
+    ],
+    ids=str,
+)
+def test_each_expert_multiplies_its_own_rows(case: ProductCase) -> None:
+    """Rows of no expert are NaN in x, which must not spread, and are not written."""
+    check(case)
+
+
+@pytest.mark.parametrize("gate", [None, SWIGLU])
+@pytest.mark.parametrize(("tiles", "counts"), [(FEW, (64, 100, 56, 8)), (MANY, (176, 200, 120, 72, 40))])
+def test_the_classes_of_layers(tiles: TileClass, counts: tuple[int, ...], gate: Gate | None) -> None:
+    """Their tokens come by boxes of all four sizes."""
+    check(ProductCase(counts, columns=136, gate=gate, tiles=tiles))
+
+
+@pytest.mark.parametrize("tiles", [SMALL, pytest.param(OTHER, marks=pytest.mark.thorough)], ids=str)
+@pytest.mark.parametrize("seed", range(6))
+def test_any_number_of_blocks_shares_the_tiles(tiles: TileClass, seed: int) -> None:
+    check(ProductCase(columns=136, outputs=272, tiles=tiles), blocks=seed % 3 + 1, seed=seed)
+
+
+@pytest.mark.parametrize(
+    "case",
+    [
+        ProductCase(gate=SWIGLU),
+        ProductCase(gate=SWIGLU, gate_up=True, columns=136, outputs=144, tiles=OTHER),
+        ProductCase(gate=INTERLEAVED, gate_up=True, outputs=144),
+        ProductCase(gate=GPT_OSS, gate_up=True, bias=True),
+        ProductCase(gate=replace(GPT_OSS, interleaved=False), gate_up=True, bias=True, weighted=True, outputs=144),
+        ProductCase(bias=True, outputs=272),
+        ProductCase(weighted=True, tiles=OTHER),
+        ProductCase(zero_gaps=True, gap=None, untouched=nan, gate=SWIGLU, gate_up=True),
+        ProductCase((3, 17, 0, 5), zero_gaps=True, untouched=nan, bias=True, weighted=True),
+        ProductCase(dtype=F16, outputs=272),
+        ProductCase(dtype=F16, gate=INTERLEAVED, gate_up=True, bias=True, weighted=True, zero_gaps=True, gap=None),
+    ],
+    ids=str,
+)
+def test_every_switch(case: ProductCase) -> None:
+    check(case)
+
+
+def test_a_second_launch_gives_the_same_bits() -> None:
+    """The first one leaves the counter of tiles at zero."""
+    case = ProductCase(normal=True, gate=SWIGLU, gate_up=True)
+    once, twice = case.product(), case.product()
+    run_product(once)
+    run_product(twice, blocks=3, seed=1, launches=2)
+    assert torch.equal(once.y, twice.y)
+
+
+@pytest.mark.parametrize("gate", [None, SWIGLU])
+def test_the_bits_of_a_row_depend_on_its_own_values(gate: Gate | None) -> None:
+    """They are the same in another class, beside other rows, and where the expert has fewer rows."""
+    case = ProductCase((40, 0, 17, 1), columns=136, normal=True, gate=gate)
+    whole, other, fewer = case.product(), replace(case, tiles=OTHER).product(), case.product()
+    fewer.counts[0], fewer.counts[2] = 9, 3
+    fewer.x[int(fewer.offsets[0]) + 9 :][:31] = 5.0
+    for product in (whole, other, fewer):
+        run_product(product)
+    assert torch.equal(whole.y, other.y)
+    for expert, count in enumerate(fewer.counts.tolist()):
+        start = int(fewer.offsets[expert])
+        assert torch.equal(whole.y[start:][:count], fewer.y[start:][:count])
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("seed", range(60))
+def test_drawn_cases(seed: int) -> None:
+    check(drawn_case(seed), blocks=seed % 4 + 1, seed=seed)

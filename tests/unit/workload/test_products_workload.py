@@ -1,0 +1,268 @@
+"""Workload products on CPU ranks: its lines, its oracle, refused jobs, and what other systems do wrong."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+import torch
+
+from raymoe.config import load_job
+from raymoe.config.job import Job
+from raymoe.errors import ConfigError, WrongResult
+from raymoe.memory.world import World
+from raymoe.report.results import KEYS, complete, decode, encode
+from raymoe.workload import Progress, run_case
+from raymoe.workload.memory_needed import device_bytes, products_bytes
+from raymoe.workload.oracle import BOUNDS
+from raymoe.workload.products import systems as systems_of
+from raymoe.workload.products.run_products import SWIGLU_SLACK
+from raymoe.workload.products.systems import CLASSES, COPY, OURS, OWN, SYSTEMS, Prepared, Unavailable
+from raymoe.workload.products.tasks import (
+    HOT_OTHERS,
+    OPS,
+    ProductSizes,
+    Task,
+    error_between,
+    padded_places,
+    rows_of_experts,
+)
+from tests.unit.ranks import RankPool
+
+CPU = torch.device("cpu")
+KINDS = ("equal", "uniform", "zipf", "hot")
+
+
+def job(ranks: int = 1, **products: object) -> dict[str, Any]:
+    return {
+        "name": "test",
+        "workload": "products",
+        "world": {"ranks": ranks, "device": "cpu"},
+        "shape": {"hidden": 48, "ffn": 24, "experts": 4 * ranks},
+        "products": {"rows": 9, **products},
+        "steps": {"warmup": 1, "count": 3},
+    }
+
+
+def run(world: World, given: dict[str, Any]) -> tuple[list[dict[str, Any]], list[Progress]]:
+    progress: list[Progress] = []
+    return [line for case in Job(**given).cases() for line in run_case(case, world, progress.append)], progress
+
+
+def run_alone(given: dict[str, Any]) -> tuple[list[dict[str, Any]], list[Progress]]:
+    with World.open(rank=0, size=1) as world:
+        world.wire([world.descriptor()])
+        return run(world, given)
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])
+@pytest.mark.parametrize("kind", KINDS)
+def test_each_product_has_a_line_for_each_system(kind: str, dtype: str) -> None:
+    lines, progress = run_alone(job(kind=kind, dtype=dtype))
+    assert [(line["op"], line["backend"]) for line in lines] == [(op, name) for op in OPS for name in SYSTEMS]
+    assert progress[-1].done == progress[-1].total == 4 * len(OPS)
+    counts = rows_of_experts(kind, 9, 4)
+    item = 4 if dtype == "float32" else 2
+    for line in lines:
+        assert (line["rows"], line["tokens"], line["experts"], line["routing"]) == (9, sum(counts), 4, kind)
+        with_rows = sum(count > 0 for count in counts)
+        weights = with_rows * 48 * 24 * item * (1 if line["op"] == "down" else 2)
+        assert line["bytes_weights"] == weights and line["dtype"] == dtype
+        if line["backend"] in ("few_rows", *CLASSES, "deep_gemm"):
+            assert line["samples"] == 0 and ("compute capability" in line["skipped"] or "GPUs" in line["skipped"])
+            continue
+        assert line["samples"] == 3 and line["verified"] is True, line
+        assert line["max_error"] <= BOUNDS[getattr(torch, dtype)] * (SWIGLU_SLACK if line["op"] == "up_swiglu" else 1)
+        if line["backend"] == COPY:
+            assert line["bytes_memory"] == weights and line["tflops"] is None
+            continue
+        inner = 24 if line["op"] == "down" else 48
+        outputs = {"up": 48, "up_swiglu": 24, "down": 48}[line["op"]]
+        assert line["bytes_memory"] == weights + sum(counts) * (inner + outputs) * item
+        assert math.isclose(line["tflops"], 2 * sum(counts) * 48 * inner / line["us_p50"] / 1e6)
+        full = complete(line, run="r", generation=0, commit=None)
+        assert set(full) == set(KEYS) and decode(encode(full)) == full
+
+
+def test_ranks_measure_together_and_get_the_same_lines(pool: RankPool) -> None:
+    answers = pool.run(2, run, job(ranks=2))
+    assert answers[0][0] == answers[1][0]
+    assert {(line["ranks"], line["experts"]) for line in answers[0][0]} == {(2, 4)}
+
+
+# Rows of experts.
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_rows_are_spread_as_their_kind_says(kind: str) -> None:
+    counts = rows_of_experts(kind, 256, 64)
+    assert len(counts) == 64 and counts == rows_of_experts(kind, 256, 64), "the same in each run"
+    if kind == "hot":
+        assert sorted(counts) == [HOT_OTHERS] * 63 + [256]
+        return
+    assert sum(counts) == 64 * 256
+    spread = max(counts) / 256
+    assert {"equal": spread == 1, "uniform": 1.1 < spread < 1.35, "zipf": spread > 8}[kind]
+
+
+def test_experts_start_at_multiples_of_16_and_each_compared_row_has_one() -> None:
+    sizes = ProductSizes((3, 0, 40, 16), 48, 24, "bfloat16")
+    assert sizes.starts == [0, 16, 16, 64, 80]
+    task = Task.drawn("up", sizes, 0, CPU)
+    assert task.own.tolist() == [0, 1, 2, *range(16, 56), *range(64, 80)]
+    checked = task.checked.tolist()
+    assert checked[:3] == [0, 1, 2] and (checked[3], checked[18]) == (16, 55) and checked[19:] == [*range(64, 80)]
+    assert len(task.want) == len(checked) == 35
+
+
+# The oracle.
+
+
+@pytest.mark.parametrize("op", OPS)
+@pytest.mark.parametrize("name", [OURS, "grouped_mm", "dense"])
+def test_the_oracle_finds_a_wrong_row_and_a_missing_one(op: str, name: str) -> None:
+    task = Task.drawn(op, ProductSizes((3, 0, 40, 16), 48, 24, "bfloat16"), 0, CPU)
+    prepared = SYSTEMS[name](task)
+    bound = BOUNDS[torch.bfloat16] * SWIGLU_SLACK
+    y = prepared.compute()
+    assert prepared.error(y) <= bound
+    last = int(task.checked[-1]) if name != "dense" else task.rows - 1
+    for wrong in (1.5 * y[last], y[last].roll(1), y[0]):
+        changed = y.clone()
+        changed[last] = wrong
+        assert prepared.error(changed) > bound
+    changed = y.clone()
+    changed[last, 5] = torch.nan
+    assert prepared.error(changed) == torch.inf
+    if name == OURS:  # a row between those that are compared
+        changed = y.clone()
+        changed[int(next(place for place in task.own if place not in task.checked))] = torch.nan
+        assert prepared.error(changed) == torch.inf
+
+
+def test_a_copy_that_did_not_copy_is_found() -> None:
+    task = Task.drawn("up", ProductSizes((3,), 48, 24, "bfloat16"), 0, CPU)
+    prepared = SYSTEMS[COPY](task)
+    result = prepared.compute()
+    assert prepared.error(result) == 0.0
+    result[-1] = 0
+    assert prepared.error(result) == torch.inf
+
+
+def test_errors_are_relative_to_the_largest_element_of_a_row() -> None:
+    want = torch.tensor([[1.0, 100.0], [1.0, 1.0]], dtype=torch.float64)
+    assert error_between(want + torch.tensor([[1.0, 0.0], [0.0, 0.0]]), want) == pytest.approx(0.01)
+    assert error_between(want + torch.tensor([[0.0, 0.0], [0.0, 1.0]]), want) == pytest.approx(1.0)
+
+
+# DeepGEMM, by a module that has its functions.
+
+
+class DeepGemm:
+    """The two products of DeepGEMM, as its page describes them."""
+
+    @staticmethod
+    def get_m_alignment_for_contiguous_layout() -> int:
+        return 128
+
+    @staticmethod
+    def m_grouped_bf16_gemm_nt_contiguous(
+        x: torch.Tensor, weight: torch.Tensor, y: torch.Tensor, experts: torch.Tensor
+    ) -> None:
+        assert len(x) % 128 == 0 and all(len(block.unique()) <= 2 for block in experts.split(128))
+        for row, expert in enumerate(experts.tolist()):
+            y[row] = torch.nan if expert < 0 else (x[row].float() @ weight[expert].float().T).to(y.dtype)
+
+    @staticmethod
+    def m_grouped_bf16_gemm_nt_masked(
+        x: torch.Tensor, weight: torch.Tensor, y: torch.Tensor, rows: torch.Tensor, expected: int
+    ) -> None:
+        assert expected >= 1
+        y.fill_(torch.nan)
+        for expert, count in enumerate(rows.tolist()):
+            y[expert, :count] = (x[expert, :count].float() @ weight[expert].float().T).to(y.dtype)
+
+
+@pytest.mark.parametrize("op", OPS)
+@pytest.mark.parametrize("form", ["contiguous", "masked"])
+def test_deep_gemm_gets_rows_as_it_needs_them(form: str, op: str) -> None:
+    task = Task.drawn(op, ProductSizes((3, 0, 40, 16), 48, 24, "bfloat16"), 0, CPU)
+    prepared = getattr(systems_of, f"_deep_gemm_{form}")(task, DeepGemm)
+    assert prepared.error(prepared.compute()) <= BOUNDS[torch.bfloat16] * SWIGLU_SLACK
+    assert padded_places((3, 0, 40, 16), 128) == ([0, 128, 128, 256], 384)
+
+
+# Systems that fail.
+
+
+def wrong(task: Task) -> Prepared:
+    prepared = SYSTEMS["dense"](task)
+    return Prepared(lambda: prepared.compute() * 1.5, prepared.error)
+
+
+def broken(task: Task) -> Prepared:
+    raise RuntimeError("no kernel\nimage")
+
+
+def absent(task: Task) -> Prepared:
+    raise Unavailable("it is not here")
+
+
+@pytest.mark.parametrize(
+    ("fault", "said"),
+    [(wrong, "its result has an error of"), (broken, "RuntimeError: no kernel image"), (absent, "it is not here")],
+)
+def test_another_systems_failure_is_told_in_its_line(monkeypatch: pytest.MonkeyPatch, fault: Any, said: str) -> None:
+    monkeypatch.setitem(SYSTEMS, "grouped_mm", fault)
+    lines, _ = run_alone(job())
+    for line in lines:
+        if line["backend"] == "grouped_mm":
+            assert said in line["skipped"] and line["samples"] == 0
+        if line["backend"] in (OURS, COPY):
+            assert line["verified"] is True and line["samples"] == 3
+
+
+@pytest.mark.parametrize(("fault", "error"), [(wrong, WrongResult), (broken, RuntimeError)])
+def test_our_own_failure_ends_the_run(monkeypatch: pytest.MonkeyPatch, fault: Any, error: type[Exception]) -> None:
+    monkeypatch.setitem(SYSTEMS, OURS, fault)
+    with pytest.raises(error):
+        run_alone(job())
+    assert OURS in OWN and COPY in OWN and "grouped_mm" not in OWN
+
+
+# Jobs.
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        (["products.kind=round"], "products.kind"),
+        (["products.rows=0"], "products.rows"),
+        (["shape.hidden=7170"], "rows of 7170 elements, not a multiple of 8"),
+        (["shape.ffn=2052"], "rows of 2052 elements, not a multiple of 8"),
+        (["world.ranks=3"], "64 experts"),
+        (["world.device=cpu", "steps.graph=true"], "CUDA graphs need GPU ranks"),
+    ],
+)
+def test_jobs_that_cannot_run_are_refused(changes: list[str], said: str) -> None:
+    with pytest.raises(ConfigError, match=said):
+        load_job("bench_products", changes)
+
+
+MODELS = ("deepseek_v4_flash", "gpt_oss_120b", "kimi_k2", "mixtral_8x22b", "qwen3_235b")
+
+
+@pytest.mark.parametrize("name", ["bench_products", *(f"bench_products_{model}" for model in MODELS)])
+def test_each_config_fits_a_gpu_of_80_gb(name: str) -> None:
+    cases = load_job(name).cases()
+    assert max(device_bytes(case) for case in cases) < 75 * 2**30
+    assert [case.job.products.rows for case in cases[:3]] == [1, 8, 16]
+
+
+def test_memory_grows_with_rows_and_counts_the_hot_expert_alone() -> None:
+    few, many, hot = (
+        products_bytes(load_job("bench_products", [f"matrix.products.{key}" for key in keys]).cases()[0].job)
+        for keys in (["rows=[1]"], ["rows=[4096]"], ["rows=[4096]", "kind=[hot]"])
+    )
+    assert few < hot < many
