@@ -90,7 +90,11 @@ class RankDied(RaymoeError):
 
 @dataclass(eq=False)
 class PeerTimeout(RaymoeError):
-    """A wait for a peer ran out of time. `rank` waited for `peer`; `expected` and `seen` are epochs."""
+    """A wait for a peer ran out of time. `rank` waited for `peer`; `expected` and `seen` are epochs.
+
+    - `told_by`: the rank that waited, where it told this one. `rank` is then this one.
+    - `through`: the rank that was awaited, where that one was waiting for `peer` in turn.
+    """
 
     exit_code = 5
 
@@ -101,12 +105,19 @@ class PeerTimeout(RaymoeError):
     seen: int
     waited_s: float
     rank: int = -1
+    told_by: int = -1
+    through: int = -1
 
     def __post_init__(self) -> None:
-        waiter = f"rank {self.rank}" if self.rank >= 0 else "this rank"
+        waiting = self.told_by if self.told_by >= 0 else self.rank
+        waiter = f"rank {waiting}" if waiting >= 0 else "this rank"
+        awaited, waits_too = self.peer, ""
+        if self.through >= 0:
+            awaited, waits_too = self.through, f"; rank {self.through} was waiting because of rank {self.peer}"
+        told = f"; rank {self.rank} was told" if self.told_by >= 0 else ""
         super().__init__(
-            f"{waiter} waited {self.waited_s:.1f} s for rank {self.peer} in {self.op} (epoch {self.epoch}): "
-            f"expected {self.expected}, seen {self.seen}"
+            f"{waiter} waited {self.waited_s:.1f} s for rank {awaited} in {self.op} (epoch {self.epoch}): "
+            f"expected {self.expected}, seen {self.seen}{waits_too}{told}"
         )
 
     def __str__(self) -> str:

@@ -26,6 +26,7 @@ from raymoe.gang.messages import (
     Profiled,
     Progressed,
     Ready,
+    Recovered,
     RunOutcome,
     Waiting,
 )
@@ -117,6 +118,9 @@ class Recorder:
                 self.directory.write_environment({**self.facts, "generation": generation, "ranks": list(ranks)})
                 pids = ", ".join(f"rank {rank['rank']} pid {rank['pid']}" for rank in ranks)
                 self.progress.note(f"generation {generation}: {len(ranks)} ranks ready after {seconds:.1f} s ({pids})")
+            case Recovered(generation, seconds):
+                text = f"generation {generation}: all ranks have done a step {seconds:.1f} s after the loss"
+                self.progress.note(text)
             case Progressed(case, done, total, step_s):
                 self.progress.step(case, in_words(done, total, step_s), done / total if total else 0.0)
             case Profiled(process, host, spans, shift):

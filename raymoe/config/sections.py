@@ -53,7 +53,7 @@ def format_size(size: int) -> str:
 
 Dtype = Literal["bfloat16", "float16", "float32"]
 DispatchWire = Literal["bfloat16", "float16", "float32", "float8_e4m3"]
-OtherSystem = Literal["nvshmem", "deepep_v2"]
+OtherSystem = Literal["nvshmem", "deepep_v2", "nccl_ep", "nccl_ep_ll"]
 
 # Groups of the values that a key takes.
 
@@ -255,7 +255,8 @@ class ExchangeSection(Section):
     """How rows move. GPU ranks: one kernel each way (fused) or several (staged). CPU ranks: shared memory (host).
     Both: NCCL or Gloo (collective, allgather). The others are no exchanges and serve comparison on GPUs. row_push only
     pushes rows to known slots: a limit for dispatch. nccl_bare makes only the NCCL calls that collective and allgather
-    make. nvshmem is torch's all_to_all_vdev_2d, and deepep_v2 the elastic buffer of DeepEP, if it is installed."""
+    make. nvshmem is torch's all_to_all_vdev_2d. deepep_v2 is the elastic buffer of DeepEP, and nccl_ep and nccl_ep_ll
+    are NCCL EP by its high-throughput and low-latency kernels, if they are installed."""
     transport: Literal["auto", "copy_engine"] = Field(default="auto", examples=["copy_engine"])
     """Transport of the rows of dispatch. auto: the backend's own way. copy_engine (staged only): the copy engine sends
     all rows to every rank and occupies no SM."""

@@ -465,8 +465,8 @@ _leave_untraced(Exchange.dispatch.__code__)  # all guarded calls run this one co
 class _Poisoning:
     """Makes the exchange unusable when an error ends an operation early.
 
-    Peers may still be inside that operation, so this rank must not write to them again. All calls of an exchange share
-    one object, because a generator costs a microsecond a call.
+    Peers may still be inside that operation, so this rank must not write to them again. It tells them, so that they do
+    not wait for it. All calls of an exchange share one object, because a generator costs a microsecond a call.
     """
 
     def __init__(self, exchange: Exchange) -> None:
@@ -481,11 +481,14 @@ class _Poisoning:
         exchange = self._exchange()
         if error is None or exchange is None or isinstance(error, HARMLESS_ERRORS):
             return
+        cause, error = error, exchange.world.give_up(error)
         if isinstance(error, RaymoeError):
             exchange._poison = copy.copy(error)  # drops the traceback, which refers to the exchange
         else:
             what = f"{type(error).__name__} ended an operation early"
             exchange._poison = RaymoeError(f"this exchange is unusable: {what}")
+        if error is not cause:
+            raise error from cause
 
 
 def _call_marks(device: torch.device) -> torch.Tensor:

@@ -34,6 +34,7 @@ from raymoe.gang.messages import (
     Message,
     Progressed,
     Ready,
+    Recovered,
     RunOutcome,
     Waiting,
 )
@@ -78,6 +79,7 @@ class Driver:
     servers: dict[str, Process] = field(default_factory=dict)  # those of the run's own Ray, by name
     seen_running: dict[str, float] = field(default_factory=dict)  # when each server was last seen running
     alive_at: float = 0.0  # when the last `Alive` was sent
+    lost: tuple[int, float] | None = None  # a generation that was lost, and when: no later one has made a step
 
     def __post_init__(self) -> None:
         world = self.settings.job.world
@@ -206,16 +208,25 @@ class Driver:
             self.send(CaseDone(case, self.state.generation, lines))
             self.watch.case_done(len(self.finished))
         self.watch.take(self.gang)
+        self._send_recovery(self.gang)
         sent, at = self.progress_sent
         now, progress = time.monotonic(), self.gang.progress
         if progress is not None and (progress != sent or now - at > SAME_PROGRESS_S):
             self.progress_sent = progress, now
             self.send(progress)
 
+    def _send_recovery(self, gang: Gang) -> None:
+        """Tell the main process when all ranks of a generation after a lost one have done a step."""
+        if self.lost is not None and gang.generation > self.lost[0] and len(gang.first_steps) == gang.size:
+            self.send(Recovered(gang.generation, max(gang.first_steps.values()) - self.lost[1]))
+            self.lost = None
+
     def _on(self, event: sv.Event) -> None:
         before = self.state
         self.state, actions = sv.decide(before, event, time.monotonic())
         self.watch.on(event, before, self.state)
+        if before.verdict is None and self.state.verdict is not None and self.state.verdict.restartable:
+            self.lost = before.generation, time.monotonic() if self.lost is None else self.lost[1]
         if isinstance(event, sv.Wired) and self.gang is not None:
             self.send(Ready(before.generation, time.monotonic() - self.generation_began, self.gang.describe_ranks()))
         if self.state.phase is sv.Phase.CLEARING and self.state.final and self.state.verdict is not None:

@@ -62,6 +62,7 @@ class Gang:
         self._taken: dict[int, int] = {}  # reports taken from each rank
         self._reports: list[tuple[int, Progress | Span]] = []
         self.shifts: dict[int, ClockShift] = {}  # of each rank's clock, as its last answer to a poll shows it
+        self.first_steps: dict[int, float] = {}  # when each rank knew that all had done a first step, by this clock
         self._finished: list[tuple[str, tuple[Line, ...]]] = []
         self._start(list(range(self.size)))
 
@@ -354,6 +355,9 @@ class Gang:
     def _record(self, rank: int, status: Status) -> None:
         self._taken[rank] = status.reported
         self._reports += [(rank, report) for report in status.reports]
+        met = [report.block.met for report in status.reports if isinstance(report, Progress)]
+        if met and rank in self.shifts:
+            self.first_steps.setdefault(rank, met[0] + self.shifts[rank].seconds)
         if rank != 0:
             return
         self._finished += status.finished

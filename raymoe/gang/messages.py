@@ -55,6 +55,14 @@ class Ready:
 
 
 @dataclass(frozen=True)
+class Recovered:
+    """All ranks of a later generation have done their first step, so long after the loss was noticed."""
+
+    generation: int
+    seconds: float
+
+
+@dataclass(frozen=True)
 class Progressed:
     """Rank 0 has done `done` of `total` steps of a case. `total` is 0 while it sets the case up."""
 
@@ -134,6 +142,7 @@ Message = (
     | Waiting
     | Ending
     | Ready
+    | Recovered
     | Progressed
     | Profiled
     | CaseDone

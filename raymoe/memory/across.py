@@ -5,7 +5,8 @@ Keys of the store (e: the number of the round, r: a rank):
 - `e/r`: the record of rank r in round e: the round's name and a message, after a MAC. Rank r writes it once, ranks of
   other domains read it. Rank r deletes it after round e + 1, when all ranks have left round e.
 - `gone`: how many ranks have left the last round. Rank 0 serves until all have.
-- `entered by r`, `failed`: see `raymoe.net.published`.
+- `failed`, `waiting r`: see `raymoe.memory.giving_up`.
+- `entered by r`: see `raymoe.net.published`.
 
 Inside a domain records go through the shared memory of the domain's own world. A store has no password, so every record
 has a MAC. One whose MAC is wrong is refused before it is read. The secret of the MAC came through the caller's process

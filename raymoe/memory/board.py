@@ -7,6 +7,7 @@ Memory map of the board's heap (one per rank, the same layout on all):
   epoch of the last round in which rank r has posted, and only grows.
 - `mail [2][MAIL]`: the owner writes it, all ranks read it. Round e uses buffer e mod 2. A buffer holds a header, the
   name of the round and the message.
+- `beat`, `bell`, `farewell`: see `raymoe.memory.bell`.
 
 Order: the writer stores the mail, fences, then stores `arrived` at every peer. A reader loads `arrived`, fences, then
 loads the mail.
@@ -21,6 +22,7 @@ from __future__ import annotations
 import struct
 
 from raymoe.errors import ConfigError, WiringError
+from raymoe.memory.bell import bell_regions
 from raymoe.memory.heap import Heap
 from raymoe.memory.layout import Layout, Region
 from raymoe.memory.wait import Waiter
@@ -33,7 +35,7 @@ _MAIL = _HEADER.size + _MAX_NAME + MAX_MESSAGE
 
 def board_layout(size: int) -> Layout:
     mail = Region("mail", (2, _MAIL), "uint8")
-    return Layout.of([Region.words("proof", size), Region.words("arrived", size), mail])
+    return Layout.of([Region.words("proof", size), Region.words("arrived", size), mail, *bell_regions()])
 
 
 class Board:

@@ -1,12 +1,13 @@
 """The bounded wait of CPU ranks, and the fence that goes with it.
 
-A wait ends in one of three ways: the word has come, the deadline has passed (`PeerTimeout`), or a thread of this
-process told this rank to stop (`Aborted`). It never spins: there may be more ranks than cores, and the awaited peer may
-need this core. So it yields a few times, then sleeps.
+A wait ends in one of four ways: the word has come, the deadline has passed (`PeerTimeout`), a thread of this process
+told this rank to stop (`Aborted`), or a peer gave up (that peer's error). It never spins: there may be more ranks than
+cores, and the awaited peer may need this core. So it yields a few times, then sleeps.
 """
 
 from __future__ import annotations
 
+import copy
 import ctypes
 import os
 import platform
@@ -15,7 +16,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
-from raymoe.errors import Aborted, PeerTimeout, WiringError
+from raymoe.errors import Aborted, PeerTimeout, RaymoeError, WiringError
 from raymoe.memory.layout import WORD_STRIDE
 
 _YIELDS = 4
@@ -59,15 +60,34 @@ class Waiter:
         """Called now and then in a wait that is long. It ends the wait if it raises."""
         self.reason: str | None = None
         """Why this rank was told to stop; None if it was not."""
+        self.failure: RaymoeError | None = None
+        """The error for which this rank or a peer gave up (`raymoe.memory.giving_up`)."""
+        self.beat: Callable[[int], None] | None = None
+        """Called now and then in a wait that is long, with the peer. It lets other ranks see that this one waits."""
         self._listeners: list[Callable[[str], None]] = []
         self._lock = threading.Lock()  # between `abort` and `on_abort`: each listener is called once
         self.fence = _choose_fence()
 
     def abort(self, reason: str) -> None:
         """End the current wait, if there is one, and every later one."""
+        self._end(reason, None)
+
+    def stop(self, error: RaymoeError) -> None:
+        """Do the same, because this rank or a peer gave up. Waits raise `error`."""
+        self._end(str(error), error)
+
+    def linger(self, peer: int) -> None:
+        """Do what a long wait for a peer does now and then. Raises where `watch` ends the wait."""
+        if self.beat is not None:
+            self.beat(peer)
+        if self.watch is not None:
+            self.watch()
+
+    def _end(self, reason: str, failure: RaymoeError | None) -> None:
         with self._lock:
             listeners, self._listeners = self._listeners, []
-            self.reason = reason
+            if self.failure is None:
+                self.failure, self.reason = failure, reason
         for listener in listeners:
             listener(reason)
 
@@ -89,8 +109,10 @@ class Waiter:
                 self._listeners.remove(listener)
 
     def check(self, peer: int | None = None) -> None:
-        """Raise `Aborted` if this rank was told to stop. `peer` is the peer that it waits for."""
+        """Raise if this rank was told to stop: a peer's error, or `Aborted`. `peer` is the peer that it waits for."""
         if self.reason is not None:
+            if self.failure is not None:
+                raise copy.copy(self.failure)
             raise Aborted(f"rank {self.rank} was told to stop: {self.reason}", peer)
 
     def for_epoch(
@@ -131,8 +153,8 @@ class Waiter:
                 waited = time.monotonic() - start
                 if waited > timeout_s:
                     return False
-                if self.watch is not None and waited > _LONG_S:
-                    self.watch()
+                if waited > _LONG_S:
+                    self.linger(peer)
                 time.sleep(sleep)
                 if pauses > 40:
                     sleep = min(sleep * 1.1, _MAX_SLEEP_S)
@@ -150,6 +172,8 @@ def named_by_world(waiter: Waiter, first: int, op: str | None = None) -> Iterato
     try:
         yield
     except PeerTimeout as error:
+        if error.told_by >= 0:  # a rank of the world told this one, by the world's numbers
+            raise
         peer, waited_s = first + error.peer, error.waited_s
         raise PeerTimeout(
             op or error.op, error.epoch, peer, error.expected, error.seen, waited_s, waiter.rank

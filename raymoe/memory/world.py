@@ -31,6 +31,7 @@ from raymoe.memory import cuda_ipc, host_shm
 from raymoe.memory.across import BoundedStore, StoreAddress, StoreBoard, connect, serve
 from raymoe.memory.address import address_for, listen, network
 from raymoe.memory.board import Board, board_layout
+from raymoe.memory.giving_up import E, Farewells, StoredFarewell
 from raymoe.memory.heap import DeviceHeap, Heap
 from raymoe.memory.heaps import DroppedObjects, Heaps
 from raymoe.memory.layout import Layout
@@ -91,6 +92,7 @@ class World(OfOneProcess):
         self._own = host_shm.own(f"raymoe-{member.name}-board", self._layout.nbytes)
         self._heap: Heap | None = None
         self._board: Board | StoreBoard | None = None
+        self._farewells = Farewells(self.waiter)
         self._poison: RaymoeError | None = None
         self._closed, self._forked, self._pid = False, False, os.getpid()
         _WORLDS.add(self)
@@ -217,6 +219,7 @@ class World(OfOneProcess):
             lambda peer, value: heap.words("proof", peer).__setitem__(self.rank, value),
             lambda peer: heap.word("proof", peer),
         )
+        self._farewells.listen(heap, self.size)  # each mapping leads to its rank now
         self._own.unpublish()
 
     def swap(self, value: object, what: str, timeout_s: float | None = None) -> list[object]:
@@ -300,6 +303,15 @@ class World(OfOneProcess):
         """End this rank's current wait and every later one. Any thread may call it; it has no effect after `close`."""
         self.waiter.abort(reason)
 
+    def give_up(self, error: E) -> E | RaymoeError:
+        """Tell the other ranks that this one leaves an operation because of `error`, and so all later ones.
+
+        They stop at once, and so does this one. Returns the error to raise: it names the rank at the end of a chain of
+        waits, or is the error of a peer that told this rank first. Call it only where no later operation can work. A
+        world that this one is a group of lives.
+        """
+        return self._farewells.give_up(error)
+
     @property
     def waiting(self) -> tuple[str, int] | None:
         """The operation and the peer that this rank waits for at this moment, in this world or in one of its groups."""
@@ -317,6 +329,7 @@ class World(OfOneProcess):
         """
         if self.closed:
             return
+        self._farewells.closing = True  # a peer that does not come to close has work of its own
         all_close = together and self._poison is None and self.waiter.reason is None
         for group, _ in self._groups:
             group.close(all_close)
@@ -325,6 +338,7 @@ class World(OfOneProcess):
                 shared.close(all_close)
         self._closed = True
         board, self._board = self._board, None
+        self._farewells.close()
         with ExitStack() as cleanup:  # runs from the last to the first, all of them even if one raises
             cleanup.callback(self._free)
             if together and board is not None and self._poison is None and self.waiter.reason is None:
@@ -381,8 +395,11 @@ class World(OfOneProcess):
             return self._board.meet(what, message, timeout_s)
         except (PeerTimeout, Aborted) as error:
             # Other ranks may still be in the round that this rank leaves: its next post would overwrite what they read.
-            self._poison = error
-            raise
+            # The rounds of a domain are a part of those of its world, which tells.
+            self._poison = told = error if self._farewells.inside else self.give_up(error)
+            if told is error:
+                raise
+            raise told from error
 
 
 class SpanningWorld(World):
@@ -406,6 +423,8 @@ class SpanningWorld(World):
         self._rounds: StoreBoard | None = None
         self._pretended = False
         self.waiter.on_abort(domain.abort)
+        first = self.domain_index * domain.size
+        self._farewells.span(domain._farewells, range(first, first + domain.size))
 
     @classmethod
     def open_rank(cls, member: Member, size: int, address: str) -> SpanningWorld:
@@ -491,6 +510,12 @@ class SpanningWorld(World):
         assert self._store is not None, "an open world is connected"
         return self._store
 
+    @property
+    def farewell(self) -> StoredFarewell:
+        """The reason of a rank that gave up, for ranks of all domains. Only a wired world has it."""
+        assert self._farewells.stored is not None, "an open world is connected"
+        return self._farewells.stored
+
     def global_rank(self, place: int) -> int:
         """Return the rank in this world of a rank of this rank's domain."""
         return self.domain_index * self._domain.size + place
@@ -517,6 +542,8 @@ class SpanningWorld(World):
         listener, self._listener = self._listener, None
         opens = partial(connect, where, self.timeout_s) if listener is None else partial(serve, where, listener)
         self._store = BoundedStore(where, opens, self.waiter)
+        self._farewells.stored = StoredFarewell(self._store, self.waiter, self._domain.waiter, first)
+        self.waiter.watch = self._domain.waiter.watch = self.farewell.check_timeouts
         self._board = self._rounds = StoreBoard(self, self._domain, self._store, self.waiter)
         self._rounds.connect()
         self._pretended = len({descriptor["inside"]["boot_id"] for descriptor in descriptors}) < self.domains

@@ -126,8 +126,7 @@ class PrivateGroup:
             waiter.waiting = (op, self.lagging())
             while not self._done(work, op, start):
                 waiter.check()
-                if waiter.watch is not None:
-                    waiter.watch()
+                waiter.linger(waiter.waiting[1])
                 self._still_open(op)
                 waiter.waiting = (op, self.lagging())
         except RaymoeError as error:

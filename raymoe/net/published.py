@@ -1,27 +1,23 @@
 """Numbers between domains: a rank that waits for its rail publishes how far it is in the world's store.
 
 Ranks of a rail share no memory. A rank writes its number and reads those of its peers only in a long wait, so short
-waits do not use the store. A rank that leaves an operation because of an error of its own publishes the reason, and
-every rank in a long wait reads it.
+waits do not use the store. A rank that leaves an operation because of an error publishes the reason, and every rank in
+a long wait reads it (`raymoe.memory.giving_up`).
 
-Keys of the store, beside those of rounds (`raymoe.memory.across`). Each record follows a MAC:
-
-- `entered by r`: the number of the last operation that rank r has waited long for. It only grows.
-- `failed`: the reason of the rank that has failed last.
+The store has a key `entered by r`, beside those of rounds (`raymoe.memory.across`): the number of the last operation
+that rank r has waited long for. It only grows. The record follows a MAC.
 """
 
 from __future__ import annotations
 
 import time
-from contextlib import suppress
 from typing import Any
 
-from raymoe.errors import RaymoeError
+from raymoe.memory.bell import Farewell
 from raymoe.memory.world import SpanningWorld
 
 _EVERY_S = 0.2  # how often a rank that waits asks the store: its questions share the link with the rows
 _ANSWER_S = 1.0  # the limit of one question. A wait ends late by as much where rank 0 does not answer
-_FAILED = "failed"
 
 
 class PublishedNumbers:
@@ -30,10 +26,9 @@ class PublishedNumbers:
     def __init__(self, world: SpanningWorld) -> None:
         self._me, self._domains = world.domain_index, world.domains
         self._per_domain, self._place = world.domain.size, world.place
-        self._store = world.store
+        self._store, self._farewell = world.store, world.farewell
         self._number, self._late, self._ask_at = 0, (0, 0), 0.0
         """The number that `lagging` was called with last, its answer, and the time of the next question."""
-        self._check_at = 0.0
         self._seen = [0] * world.domains
         """The largest number of each peer so far. Another program may put an older record of a peer into the store."""
 
@@ -56,27 +51,18 @@ class PublishedNumbers:
 
     def fail(self, reason: str) -> None:
         """Publish why this rank leaves its operation. Best effort: without it the others wait until their deadlines."""
-        if not self._store.busy:
-            with suppress(RuntimeError):  # the store does not answer
-                self._set(_FAILED, reason)
+        self._farewell.tell(Farewell(reason))
 
     def check_failed(self) -> None:
         """Raise the reason of a rank that has failed. Asks the store now and then only."""
-        if self._store.busy or time.monotonic() < self._check_at:
-            return
-        try:
-            self._raise_reason()
-        except RuntimeError:  # the store does not answer; the wait goes on to its deadline
-            return
-        finally:
-            self._check_at = time.monotonic() + _EVERY_S
+        self._farewell.check()
 
     def _first_late(self, peers: list[int], number: int) -> tuple[int, int]:
         if self._store.busy:
             return self._unanswered(peers)
         try:
             self._set(self._key(self._me), str(number))
-            self._raise_reason()
+            self._farewell.read()
             for peer in peers:
                 entered = self._get(self._key(peer), f"the number of operations of rank {self._rank(peer)}")
                 self._seen[peer] = max(self._seen[peer], int(entered or 0))
@@ -89,10 +75,6 @@ class PublishedNumbers:
         """Return rank 0, which serves the store: it is gone or stopped, or its link is slow. Rank 0, on a machine that
         is too busy, returns its next peer."""
         return (0 if self._rank(self._me) else self._rank(peers[0])), 0
-
-    def _raise_reason(self) -> None:
-        if (reason := self._get(_FAILED, "the reason of a rank that failed")) is not None:
-            raise RaymoeError(reason)
 
     def _set(self, key: str, record: str) -> None:
         self._ask("set", key, self._store.address.seal(key, record.encode()))

@@ -137,6 +137,8 @@ def columns_of(lines: Sequence[Line]) -> list[Column]:
         if any(value is not None for value in values):
             cells = ["-" if value is None else formatted(value) for value in values]
             columns.append(Column(header, cells, right=True))
+    if any(int(str(line["runs"] or 1)) > 1 for line in lines):  # else each sample is one run, or nobody knows
+        columns.append(Column("runs a sample", [show("runs", line["runs"]) for line in lines], right=True))
     known = ("of push", shares_of_push(lines)), ("of link", shares_of_link(lines)), ("of copy", shares_of_copy(lines))
     for header, shares in known:
         if any(shares):

@@ -24,6 +24,8 @@ class LayerParts:
     step: float
     parts: dict[str, float]
     alone: dict[str, float]
+    tails: dict[str, str]
+    """The 99th percentile of each part and of the step, as text."""
 
     @property
     def total(self) -> float:
@@ -50,8 +52,13 @@ def layer_parts(lines: Sequence[Line]) -> list[LayerParts]:
         parts = {op: time for op, time in times.items() if op != STEP and not op.endswith(ALONE)}
         alone = {op.removesuffix(ALONE): time for op, time in times.items() if op.endswith(ALONE)}
         if parts and STEP in times:
-            cases.append(LayerParts(str(case), of_case, times[STEP], parts, alone))
+            tails = {str(line["op"]): _tail(line) for line in of_case}
+            cases.append(LayerParts(str(case), of_case, times[STEP], parts, alone, tails))
     return cases
+
+
+def _tail(line: Line) -> str:
+    return "-" if line["us_p99"] is None else f"{float(str(line['us_p99'])):,.1f}"
 
 
 def layer_tables(lines: Sequence[Line]) -> Iterator[tuple[str, list[Column]]]:
@@ -62,6 +69,7 @@ def layer_tables(lines: Sequence[Line]) -> Iterator[tuple[str, list[Column]]]:
         columns = [
             Column("part", names),
             Column("us", [f"{time:,.1f}" for time in times], right=True),
+            Column("p99 us", [case.tails[name] for name in names], right=True),
             Column("share", [f"{time / case.step:.0%}" if case.step else "-" for time in times], right=True),
         ]
         if case.alone:

@@ -88,7 +88,21 @@ def side_by_side(lines: Sequence[Line]) -> Iterator[tuple[str, list[Column]]]:
         for line in group.lines:
             by_l2.setdefault(str(line["l2"]), []).append(line)
         for l2, lines_of_l2 in by_l2.items():
-            yield f"{group.op}, {l2} L2{setting}: us (GB/s{share})", _backend_columns(group, lines_of_l2)
+            title = f"{group.op}, {l2} L2{setting}: us, p50 / p99 (GB/s{share}){mean_of_runs(lines_of_l2)}"
+            yield title, _backend_columns(group, lines_of_l2)
+
+
+def mean_of_runs(lines: Sequence[Line]) -> str:
+    """Say where a sample is the mean of several runs, as in graphs of few tokens; nothing where none is.
+
+    >>> mean_of_runs([{"tokens": 16, "runs": 20}, {"tokens": 128, "runs": 20}, {"tokens": 4096, "runs": 1}])
+    '; up to 128 tokens a sample is the mean of 20 runs'
+    """
+    many = [line for line in lines if int(str(line.get("runs") or 1)) > 1]
+    if not many:
+        return ""
+    tokens, runs = (max(int(str(line[key] or 0)) for line in many) for key in ("tokens", "runs"))
+    return f"; up to {tokens} tokens a sample is the mean of {runs} runs"
 
 
 MOST_BACKENDS = 64
@@ -113,11 +127,11 @@ def _backend_columns(group: Group, lines: Sequence[Line]) -> list[Column]:
 
 
 def _cell(line: Line) -> str:
-    us = float(str(line["us_p50"]))
+    tail = "" if line["us_p99"] is None else f" / {float(str(line['us_p99'])):,.1f}"
     [share] = shares_of_link([line])
     of = "" if share is None else f", {share:.0%}"
     rate = "" if line["gbps_wire"] is None else f" ({float(str(line['gbps_wire'])):.0f}{of})"
-    return f"{us:,.1f}{rate}"
+    return f"{us(line):,.1f}{tail}{rate}"
 
 
 # Exchanges beside a matrix product: how much each slows the other, and how much time running both at once saves.

@@ -138,7 +138,7 @@ class Channels:
         try:
             self._mover_in_use().check()
         except RaymoeError as error:
-            self.broken = error
+            self._break(error)
             raise
 
     def synchronise(self) -> None:
@@ -192,8 +192,14 @@ class Channels:
             raise
         except RaymoeError as error:
             # Both ends count messages, and a call that fails in the middle of one leaves its count wrong.
-            self.broken = error
+            self._break(error)
             raise
+
+    def _break(self, error: RaymoeError) -> None:
+        """Make the channels unusable, and tell the other ranks. Raises instead of `error` what a peer told first."""
+        self.broken = told = self.world.give_up(error)
+        if told is not error:
+            raise told from error
 
     def _take_held(self, mailbox: Mailbox) -> list[Mailbox]:
         """Remove the mailbox from `_held` and return it; return nothing if it holds no message."""

@@ -39,6 +39,7 @@ class Fault:
     run: Command | None = None
     began: float = 0.0
     noticed_after: float | None = None
+    recovered_after: float | None = None
     processes: list[int] = field(default_factory=list)
     shared: set[str] = field(default_factory=set)
     others: list[Fault] = field(default_factory=list)
@@ -54,7 +55,7 @@ class Fault:
         """Begin the clock. The processes of the run are those that exist now."""
         assert name in FAULTS, f"{name} has no row in tests/gang/fault_table.py"
         ranks = [int(pid) for pid in re.findall(r"rank \d+ pid (\d+)", run.stderr())]
-        self.name, self.run, self.noticed_after = name, run, None
+        self.name, self.run, self.noticed_after, self.recovered_after = name, run, None, None
         self.processes = sorted({*descendants(run.process.pid), *ranks})
         self.shared = shared_memory()
         self._waits = threading.Thread(target=self._note_end, daemon=True)
@@ -72,6 +73,12 @@ class Fault:
         assert self.run is not None
         self.run.wait_for(pattern, seconds)
         self.noticed_after = time.monotonic() - self.began
+
+    def recovered(self, seconds: float) -> None:
+        """Wait until all ranks of the new generation have done a step."""
+        assert self.run is not None
+        self.run.wait_for(r"^generation \d+: all ranks have done a step", seconds)
+        self.recovered_after = time.monotonic() - self.began
 
     @property
     def seconds(self) -> float:
@@ -91,6 +98,7 @@ class Fault:
             "fault": self.name,
             "exit": code,
             "seconds": round(took if self.noticed_after is None else self.noticed_after, 2),
+            "recovered_seconds": None if self.recovered_after is None else round(self.recovered_after, 2),
             "gone_seconds": None if left or (self.noticed_after and code == 0) else round(max(took, gone), 2),
             "last_line": without_places(self.run.last_line()) if code not in (0, 137) else "",
             "kept": [name for name in KEPT if (directory / name).is_file()],

@@ -124,7 +124,7 @@ SECTIONS = [
 FAULTS = {name: text for section in SECTIONS for name, text in section.faults.items()}
 
 Line = Mapping[str, Any]
-HEAD = ["fault", "exit", "seconds", "all gone", "cases kept", "also kept", "last line"]
+HEAD = ["fault", "exit", "seconds", "runs again", "all gone", "cases kept", "also kept", "last line"]
 ALSO = {"summary.json": "summary", "report.html": "report", "driver.log": "driver.log"}
 
 
@@ -149,9 +149,13 @@ def table(section: Section) -> str:
 def _row(text: str, line: Line) -> list[str]:
     also = [short for name, short in ALSO.items() if name in line["kept"]]
     cases = f"{line['cases_kept']}" if line["cases"] is None else f"{line['cases_kept']} of {line['cases']}"
-    gone = "–" if line["gone_seconds"] is None else f"{line['gone_seconds']:.1f}"
+    times = [_seconds(line.get(key)) for key in ("seconds", "recovered_seconds", "gone_seconds")]
     last = line["last_line"].replace("|", "\\|")
-    return [text, str(line["exit"]), f"{line['seconds']:.1f}", gone, cases, ", ".join(also) or "–", last or "–"]
+    return [text, str(line["exit"]), *times, cases, ", ".join(also) or "–", last or "–"]
+
+
+def _seconds(seconds: float | None) -> str:
+    return "–" if seconds is None else f"{seconds:.1f}"
 
 
 def measured(lines: Iterable[Line]) -> str:

@@ -46,6 +46,10 @@ def test_a_rank_killed_in_a_step_is_named_and_the_gang_restarts(
     os.kill(victim, signal.SIGKILL)
     fault.noticed("rank 1 .* died .*: it printed no cause; its log: .*; starting the gang again", seconds=10)
     assert fault.seconds < 3.0  # noticed, its log read, every process ended
+    fault.recovered(60)
+    said = re.search(r"generation 1: all ranks have done a step (\d+\.\d) s after the loss", run.stderr())
+    assert said and fault.recovered_after is not None and fault.noticed_after is not None
+    assert fault.noticed_after < float(said[1]) + 0.1 and float(said[1]) <= fault.recovered_after
     assert fault.ended(90) == 0, run.stderr()
     lines = [json.loads(line) for line in (run.out / "results.jsonl").read_text().splitlines()]
     assert {(line["case"], line["generation"]) for line in lines} == {("count=5", 0), ("count=1000", 1)}
@@ -90,6 +94,23 @@ def test_a_rank_that_stops_answering_is_named_and_ends_the_run(
         assert f"rank {wanted[ranks]}" in run.last_line()
         generations = summary_of(run.out)["generations"]
         assert len(generations) == 1 and generations[0]["culprit"] == wanted[ranks]
+
+
+def test_the_ranks_of_all_domains_and_the_summary_name_the_same_culprit(
+    start: Start, head: Head, tmp_path: Path
+) -> None:
+    """Rank 0 waits for rank 2 of the other domain, which waits for rank 3."""
+    config = configs.write(tmp_path, world__ranks=4, world__domain=2, shape__experts=8, steps__count=configs.LONG)
+    run = start(config, "--address", head.address, first=CALM)
+    run.wait_for(r"case 1/1 default: step")
+    pids = run.pids()
+    os.kill(pids[3], signal.SIGSTOP)
+    assert run.end(20) == 5, run.stderr()
+    assert summary_of(run.out)["generations"][0]["culprit"] == 3
+    for rank in range(3):
+        (log,) = head.folder.glob(f"session_latest/logs/worker-*-{pids[rank]}.out")
+        (said,) = re.findall(r"failed: (.*)", log.read_text())
+        assert re.search(r"waited 2\.\d s for rank 3 |was waiting because of rank 3", said), said
 
 
 class FaultyDriver(Driver):

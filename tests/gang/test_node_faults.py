@@ -58,6 +58,7 @@ def test_ranks_go_on_on_another_node(start: Start, nodes: Nodes, tmp_path: Path,
     fault.strike("node-killed-other", run)
     first.kill()
     fault.noticed("whose raylet is gone; .*; starting the gang again", seconds=30)
+    fault.recovered(90)
     assert fault.ended(90) == 0, run.stderr()
     lines = [json.loads(line) for line in (run.out / "results.jsonl").read_text().splitlines()]
     assert {(line["case"], line["generation"]) for line in lines} == {("count=5", 0), ("count=1000", 1)}

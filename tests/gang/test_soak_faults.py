@@ -149,6 +149,7 @@ def test_ranks_go_on_on_another_node_once_ray_gives_the_first_one_up(
     first.kill()
     run.wait_for("^generation 1: 2 ranks ready", 90)
     fault.noticed_after = fault.seconds
+    fault.recovered(90)
     assert fault.ended(90) == 0, run.stderr()
     assert causes(run) == ["NodeLost", "done"]
     ranks = json.loads((run.out / "environment.json").read_text())["ranks"]
@@ -292,6 +293,7 @@ def test_two_jobs_on_a_busy_cluster_do_not_disturb_one_another(
         fault.strike("soak-busy-cluster", runs[0])
         os.kill(pids[0][1], signal.SIGKILL)
         fault.noticed("rank 1 .* died .*starting the gang again", seconds=20)
+        fault.recovered(120)
         assert fault.ended(120) == 0, runs[0].stderr()
         assert runs[1].end(120) == 0, runs[1].stderr()
     finally:

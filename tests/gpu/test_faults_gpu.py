@@ -137,6 +137,7 @@ def test_the_next_generation_runs_on_the_same_gpus(
     fault.strike("gpu-rank-killed-restart", run)
     os.kill(victim, signal.SIGKILL)
     fault.noticed("rank 1 .* died .*; starting the gang again", seconds=10)
+    fault.recovered(START_S)
     assert fault.ended(200) == 0, run.stderr()
     check_memory(fault, before)
     assert gpus_of(run, 1) == gpus

@@ -42,6 +42,13 @@ def wired(size: int, name: str = "test", timeout_s: float = 10.0) -> list[World]
     return worlds
 
 
+def inner_world(outer: World) -> World:
+    """Make another world of the same ranks, which can end while they still meet in `outer`."""
+    world = World.open(outer.rank, outer.size, name="inner", timeout_s=outer.timeout_s)
+    world.wire([dict(descriptor) for descriptor in outer.swap(world.descriptor(), "inner world")])  # type: ignore[call-overload]
+    return world
+
+
 def close(worlds: list[World]) -> None:
     """Close all worlds at the same time; raise the first error."""
     for outcome in together([world.close for world in worlds]):

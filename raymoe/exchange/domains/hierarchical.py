@@ -140,7 +140,7 @@ class HierarchicalRows(Carrier):
     def _operation(self) -> Iterator[None]:
         """Let waits inside the domain end where a rank of any domain has failed. An error leaves no rail in use."""
         waiter = self._world.domain.waiter
-        waiter.watch = self._rail.check_failed
+        before, waiter.watch = waiter.watch, self._rail.check_failed
         try:
             yield
         except HARMLESS_ERRORS:
@@ -149,7 +149,7 @@ class HierarchicalRows(Carrier):
             self._rail.abort()  # other ranks may be in another operation of it
             raise
         finally:
-            waiter.watch = None
+            waiter.watch = before
 
     def _dispatch(self, x: torch.Tensor, plan: SendPlan, call: Call) -> ArrivedRows:
         own_rows = x

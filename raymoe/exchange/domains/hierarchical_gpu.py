@@ -343,7 +343,7 @@ class HierarchicalGpu:
             with named_by_world(self._world.waiter, self._index * self._shape.per_domain):
                 yield
         except PeerTimeout as error:
-            if error.op != RAIL_OP:
+            if error.op != RAIL_OP or error.told_by >= 0:
                 raise
             peer, rank = self._rail.lagging(), self._world.rank
             raise PeerTimeout(RAIL_OP, error.epoch, peer, error.expected, error.seen, error.waited_s, rank) from error

@@ -25,6 +25,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from multiprocessing.connection import Connection
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -43,6 +44,11 @@ from raymoe.workload.traffic import traffic_of
 
 START_S = 60.0
 """Seconds to import torch and the system, to connect, and to compile."""
+NVCC_START_S = 240.0
+"""The same for NCCL EP, whose first process compiles kernels of thousands of lines by nvcc. Later ones find them."""
+
+NCCL_EP = ("nccl_ep", "nccl_ep_ll")
+"""NCCL EP by its algorithms for many tokens (high throughput) and for few (low latency)."""
 
 _POLL_S = 0.1
 _KILL_S = 5.0
@@ -158,6 +164,7 @@ class SystemStep:
 
     def __init__(self, world: World, job: Job) -> None:
         self._world, self._job = world, job
+        self._start_s = NVCC_START_S if job.exchange.backend in NCCL_EP else START_S
         self.failure: str | None = None
         self.facts = SystemFacts((), {})
         uuids = [str(uuid) for uuid in world.swap(_uuid(world), "another system: GPUs")]
@@ -167,11 +174,11 @@ class SystemStep:
         world = self._world
         name = f"{world.name}-{self._job.exchange.backend}"
         order = SystemOrder(self._job.resolved(), world.rank, name, world.generation, world.timeout_s)
-        descriptor = self._ask(order, START_S)
+        descriptor = self._ask(order, self._start_s)
         answers = world.swap((self.failure, descriptor), "another system: opened")
         if (reason := _first_failure(answers)) is not None:
             return reason
-        facts = self._ask([answer[1] for answer in answers], START_S)  # type: ignore[index]
+        facts = self._ask([answer[1] for answer in answers], self._start_s)  # type: ignore[index]
         answers = world.swap((self.failure, None), "another system: ready")
         if (reason := _first_failure(answers)) is None:
             self.facts = facts
@@ -190,7 +197,7 @@ class SystemStep:
         return self.facts.left_out
 
     def __call__(self, index: int, *, verify: bool) -> Step:
-        us = None if self.failure else self._ask((index, verify), 2 * self._world.timeout_s + START_S)
+        us = None if self.failure else self._ask((index, verify), 2 * self._world.timeout_s + self._start_s)
         return Step(us or (0.0,) * len(self.ops), 0.0 if verify else None)
 
     def close(self) -> None:
@@ -224,6 +231,9 @@ def environment(job: Job, uuids: Sequence[str], rank: int) -> dict[str, str]:
         missing = {name: package for name, package in roots.items() if name not in os.environ}
         folders = {name: folder for name, package in missing.items() if (folder := _folder_of(package)) is not None}
         return seen | {"EP_DISABLE_GIN": "1", "EP_SUPPRESS_NCCL_CHECK": "1"} | folders
+    if job.exchange.backend in NCCL_EP:
+        # Kernels of peers map its memory. It compiles its own by the nvcc that CUDA_HOME names.
+        return seen | {"NCCL_CUMEM_ENABLE": "1"} | _compiler()
     return seen | {
         "NVSHMEM_DISABLE_CUDA_VMM": "1",
         "NVSHMEM_SYMMETRIC_SIZE": str(heap_bytes(spec_of(job), job.world.ranks)),
@@ -231,6 +241,14 @@ def environment(job: Job, uuids: Sequence[str], rank: int) -> dict[str, str]:
         "NVSHMEM_DISABLE_NCCL": "1",
         "TORCH_SYMMMEM_IMPLICIT_POOL": "0",
     }
+
+
+def _compiler() -> dict[str, str]:
+    """Name NVIDIA's packages as CUDA_HOME, if they have an nvcc and the user has named no other."""
+    folder = _folder_of("nvidia.cu13")
+    if "CUDA_HOME" in os.environ or folder is None or not (Path(folder) / "bin" / "nvcc").is_file():
+        return {}
+    return {"CUDA_HOME": folder}
 
 
 def _folder_of(package: str) -> str | None:
@@ -302,8 +320,10 @@ def refusal(job: Job) -> str | None:
         return f"rows as {rows}; {backend} is run with rows of the dtype and quantises nothing"
     if sums != dtype:
         return f"sums as {sums}; {backend} is run with sums of the dtype"
-    if backend == "deepep_v2" and dtype != "bfloat16":
-        return f"rows of {dtype}; deepep_v2 takes bfloat16"
+    if backend in ("deepep_v2", *NCCL_EP) and dtype != "bfloat16":
+        return f"rows of {dtype}; {backend} takes bfloat16"
+    if backend == "nccl_ep" and exchange.layout == "expert" and exchange.alignment.bit_count() != 1:
+        return f"experts at multiples of {exchange.alignment} rows; nccl_ep takes powers of two"
     return None
 
 

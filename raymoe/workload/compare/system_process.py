@@ -19,7 +19,7 @@ from raymoe.config import Job, job_from_resolved
 from raymoe.errors import RaymoeError
 from raymoe.memory.world import World
 from raymoe.workload.clock import OpClock, TimedOp, Work, calls_of
-from raymoe.workload.compare.other_systems import Answer, SystemFacts
+from raymoe.workload.compare.other_systems import NCCL_EP, Answer, SystemFacts
 from raymoe.workload.inputs import Inputs, Routing
 from raymoe.workload.measure import Line
 from raymoe.workload.memory_needed import spec_of
@@ -138,13 +138,17 @@ def _refuse(index: int, op: str, wrong: str | None) -> None:
 def system_of(world: World, job: Job) -> System:
     """Make the system of a job, with the tokens of this rank. Imported here, so that a failed import is an answer."""
     from raymoe.workload.compare.deep_ep import DeepEp
+    from raymoe.workload.compare.nccl_ep import NcclEp
     from raymoe.workload.compare.nvshmem import VdevAllToAll
 
     spec = spec_of(job)
     dtype: torch.dtype = getattr(torch, spec.dtype)
     inputs = Inputs(Routing.of(job), world.rank, spec.hidden, dtype, world.device)
-    if job.exchange.backend == "deepep_v2":
-        return DeepEp(world, spec, inputs, job.exchange.sms if isinstance(job.exchange.sms, int) else 0)
+    backend, sms = job.exchange.backend, job.exchange.sms if isinstance(job.exchange.sms, int) else 0
+    if backend == "deepep_v2":
+        return DeepEp(world, spec, inputs, sms)
+    if backend in NCCL_EP:
+        return NcclEp(world, spec, inputs, sms, low_latency=backend == "nccl_ep_ll")
     return VdevAllToAll(world, spec, inputs)
 
 

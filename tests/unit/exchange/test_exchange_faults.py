@@ -22,6 +22,7 @@ from raymoe.moe.differentiable import combine, dispatch
 from tests.unit.exchange.exchange_cases import Batch, Case, apply_experts, batches, run_step
 from tests.unit.exchange.test_exchange import BACKENDS, judge_combine
 from tests.unit.ranks import RankPool
+from tests.unit.worlds import inner_world
 
 SPEC = ExchangeSpec(tokens=6, hidden=16, experts=6, topk=2, dtype="float32", alignment=4)
 
@@ -236,9 +237,9 @@ def test_wrong_metadata_of_a_peer_is_refused(pool: RankPool, tampered: str, says
         judge_combine(case, batches(case, 1)[rank], y)
 
 
-def wait_in_vain(world: World, case: Case) -> Any:
+def wait_in_vain(outer: World, case: Case) -> Any:
     """Rank 1 leaves out a dispatch. The other ranks time out, and must not write to rank 1 afterwards."""
-    with Exchange(world, case.spec, backend="host") as exchange:
+    with inner_world(outer) as world, Exchange(world, case.spec, backend="host") as exchange:
         run_step(exchange, case, batches(case, 0)[world.rank])
         batch, report = batches(case, 1)[world.rank], []
         if world.rank != 1:
@@ -250,8 +251,7 @@ def wait_in_vain(world: World, case: Case) -> Any:
                 report.append((caught.value.op, caught.value.peer, caught.value.epoch, time.monotonic() - start))
             with pytest.raises(PeerTimeout):
                 exchange.check()
-            world.waiter.timeout_s = 20
-        world.barrier("over")
+        outer.barrier("over")
         backend = slots_of(exchange)
         return report, [backend._own.dispatch_flag[rank] for rank in range(3)]
 

@@ -16,7 +16,7 @@ from raymoe.exchange.spec import ExchangeSpec
 from raymoe.memory.world import World
 from tests.unit.exchange.test_exchange import BACKENDS
 from tests.unit.ranks import RankPool
-from tests.unit.worlds import together
+from tests.unit.worlds import inner_world, together
 
 H = 16
 SPEC = ExchangeSpec(tokens=6, hidden=H, experts=6, topk=2, dtype="float32", alignment=1)
@@ -127,7 +127,8 @@ def test_collective_survives_combines_of_different_dispatches(pool: RankPool) ->
         assert ys == [True, True]
 
 
-def leave_out_dispatches(world: World, backend: str) -> Any:
+def leave_out_dispatches(outer: World, backend: str) -> Any:
+    world = inner_world(outer)
     exchanges = [Exchange(world, SPEC, backend) for _ in range(2)]
     assert step(world, exchanges[0])
     world.waiter.timeout_s = 0.3
@@ -137,10 +138,10 @@ def leave_out_dispatches(world: World, backend: str) -> Any:
             with pytest.raises(PeerTimeout) as caught:
                 dispatch(exchange)
             messages.append((caught.value.op, caught.value.peer))
-    world.waiter.timeout_s = 20.0
-    world.barrier("over")
+    outer.barrier("over")
     for exchange in exchanges:
         exchange.close(together=False)  # rank 1 has seen no error
+    world.close(together=False)
     return messages
 
 

@@ -29,7 +29,7 @@ def layer_lines(case: str = "tokens=4096", step: float = 2000.0, device: str = "
     shared: dict[str, Any] = {"case": case, "workload": "layer", "backend": "fused", "ranks": 2, "tokens": 4096}
     shared |= {"samples": 50, "graph": True, "verified": True, "device": device}
     return [
-        complete(shared | {"op": op, "l2": l2, "us_p50": us, "us_p99": us}, run="r-1", generation=0, commit=None)
+        complete(shared | {"op": op, "l2": l2, "us_p50": us, "us_p99": us + 1}, run="r-1", generation=0, commit=None)
         for op, l2, us in times
     ]
 
@@ -38,10 +38,10 @@ def test_the_table_has_each_part_its_share_and_its_time_alone() -> None:
     text = render(layer_lines())
     table = text[text.index("parts of the layer") :].splitlines()
     rows = {row.split()[0]: row.split()[1:] for row in table[2:] if row.strip()}
-    assert rows["experts"] == ["500.0", "25%", "499.0"]
-    assert rows["experts_backward"] == ["1,000.0", "50%", "-"]
-    assert rows["dispatch_backward"] == ["210.0", "10%", "209.0"]
-    assert rows["step"] == ["2,000.0", "100%", "1,184.0"]
+    assert rows["experts"] == ["500.0", "501.0", "25%", "499.0"]
+    assert rows["experts_backward"] == ["1,000.0", "1,001.0", "50%", "-"]
+    assert rows["dispatch_backward"] == ["210.0", "211.0", "10%", "209.0"]
+    assert rows["step"] == ["2,000.0", "2,001.0", "100%", "1,184.0"]
 
 
 def test_cases_are_apart_and_steps_without_parts_have_no_table() -> None:

@@ -77,8 +77,9 @@ SIDE_BY_SIDE = gpu_exchange("fused", 10.0) + gpu_exchange("collective", 100.0) +
 
 def test_exchanges_between_gpus_are_compared_side_by_side():
     parts = render(SIDE_BY_SIDE).split("\n\n")
+    tables = [(op, l2) for op in ("dispatch", "combine", "exchange") for l2 in ("cold", "warm")]
     assert [part.splitlines()[0] for part in parts[1:]] == [
-        f"{op}, {l2} L2: us (GB/s, of 381)" for op in ("dispatch", "combine", "exchange") for l2 in ("cold", "warm")
+        f"{op}, {l2} L2: us, p50 / p99 (GB/s, of 381)" for op, l2 in tables
     ]
     head, _, few, many = parts[1].splitlines()[1:]
     assert head.split() == ["tokens", "on", "wire", "fused", "collective", "row_push"]
@@ -87,6 +88,20 @@ def test_exchanges_between_gpus_are_compared_side_by_side():
     ]
     assert many.split()[3] == "522.0"
     assert parts[3].splitlines()[1].split() == ["tokens", "on", "wire", "fused", "collective"]
+
+
+def test_tables_show_the_tail_and_where_a_sample_is_the_mean_of_many_runs() -> None:
+    lines = [
+        line | {"us_p99": 2 * float(str(line["us_p50"])), "runs": 20 if line["tokens"] == 128 else 1}
+        for line in gpu_exchange("fused", 10.0) + gpu_exchange("collective", 100.0)
+    ]
+    results, dispatch, *_ = render(lines).split("\n\n")
+    title, _, _, few, many = dispatch.splitlines()
+    assert title.endswith(" (GB/s, of 381); up to 128 tokens a sample is the mean of 20 runs")
+    assert few.split()[3:6] == ["26.0", "/", "52.0"] and many.split()[3:6] == ["522.0", "/", "1,044.0"]
+    assert "runs a sample" in results
+    one_each = render([line | {"runs": 1} for line in lines])
+    assert "runs a sample" not in one_each and "mean of" not in one_each
 
 
 def test_lines_are_compared_with_the_baseline_which_shows_what_it_leaves_out():

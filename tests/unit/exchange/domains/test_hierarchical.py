@@ -225,7 +225,8 @@ def leave(rank: int, missing: int) -> Any:
 def test_a_missing_rank_ends_the_step_of_all_ranks_and_is_named(groups: Groups) -> None:
     missing = 3
     errors = groups(4, leave, missing)
-    assert [error and error[:2] for error in errors] == [(0, 2), (1, 3), (2, 3), None]  # rank 2 is stuck behind rank 3
+    # Rank 0 waits for rank 2, which waits for rank 3.
+    assert [error and error[:2] for error in errors] == [(0, 3), (1, 3), (2, 3), None]
     for error in errors[:3]:
         assert 0.9 < error[2] < 4
         assert error[3], "the exchange is unusable"

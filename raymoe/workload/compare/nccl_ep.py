@@ -1,0 +1,312 @@
+"""NCCL EP, of the package nccl-extensions: its two algorithms, without a wait of the host.
+
+| algorithm | layout: expert | layout: rank |
+| --- | --- | --- |
+| low latency | each expert's rows in a block of R*T | each source's rows in a block of T |
+| high throughput | expert by expert, each at a multiple of the alignment | one after the other, a token once |
+
+A dispatch begins with the handle's update, which takes the routing of this step. With `layout: rank` a token comes once
+for a rank, with the ids and weights of its experts there.
+
+A combine adds rows. Only low latency by expert applies the weights itself. Elsewhere they are applied where rows are
+computed, off the clock. With `layout: rank` that holds for the sum of a rank's rows of a token too.
+"""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from raymoe.exchange.spec import ExchangeSpec
+from raymoe.memory.world import World
+from raymoe.workload.inputs import Batch, Inputs
+from raymoe.workload.measure import Line
+from raymoe.workload.oracle import AffineExperts, bound_of, error_of
+
+HASHED_ROWS = 4096
+"""Rows whose hashes are computed at once: each takes 8 bytes for each of its columns."""
+
+
+@dataclass(frozen=True)
+class Part:
+    """Rows that came for one expert, or in one run of tokens, and the tokens that should be there, in any order."""
+
+    name: str
+    places: torch.Tensor
+    """int64[n]: the places of the rows that came."""
+    ranks: torch.Tensor
+    tokens: torch.Tensor
+    """int64[m] each: source and token of the rows that should have come."""
+    expert: int | None = None
+    """The expert; None if a token comes once for all experts here."""
+
+
+class Receiver:
+    """The memory that a dispatch fills, and the names under which NCCL EP takes it."""
+
+    def __init__(self, ep: Any, spec: ExchangeSpec, world: World, *, low_latency: bool) -> None:
+        size, device = world.size, world.device
+        local, T, K, by_expert = spec.local_experts(size), spec.tokens, spec.topk, spec.layout == "expert"
+        blocks: tuple[int, ...] = (max(spec.rows(size), T),) if by_expert else (size * T,)
+        if low_latency:
+            blocks = (local, size * T) if by_expert else (size, T)
+        dtype: torch.dtype = getattr(torch, spec.dtype)
+        by_source = low_latency and not by_expert
+        self.x = torch.zeros(*blocks, spec.hidden, dtype=dtype, device=device)
+        self.counts = torch.zeros(size if by_source else local, dtype=torch.int32, device=device)
+        self.total = torch.zeros(1, dtype=torch.int32, device=device)
+        self.weights: torch.Tensor | None = None
+        self.ids: torch.Tensor | None = None
+        if not by_expert:
+            self.weights = torch.zeros(*blocks, K, dtype=torch.float32, device=device)
+            self.ids = torch.zeros(*blocks, K, dtype=torch.int32 if low_latency else torch.int64, device=device)
+        elif not low_latency:
+            self.weights = torch.zeros(*blocks, dtype=torch.float32, device=device)
+        counters = {"src_rank_counters" if by_source else "expert_counters": ep.Tensor(self.counts)}
+        if not low_latency:
+            counters["recv_total_counter"] = ep.Tensor(self.total)
+        self.layout_info = ep.LayoutInfo(recv_topk_idx_kind=ep.ExpertIdKind.LOCAL, **counters)
+        given = {"topk_weights": self.weights, "topk_idx": self.ids}
+        optional = {name: ep.Tensor(memory) for name, memory in given.items() if memory is not None}
+        self.outputs = ep.DispatchOutputs(tokens=ep.Tensor(self.x), **optional)
+
+    def poison(self) -> None:
+        for memory in (self.x, self.weights):
+            if memory is not None:
+                memory.view(torch.uint8).fill_(0xFF)  # NaN in every dtype
+        if self.ids is not None:
+            self.ids.fill_(-7)
+
+
+class NcclEp:
+    """Its dispatch and combine, with the tokens of this rank. All ranks make one."""
+
+    def __init__(self, world: World, spec: ExchangeSpec, inputs: Inputs, sms: int, *, low_latency: bool) -> None:
+        """`sms`: SMs of a dispatch and of a combine; 0: its own choice."""
+        self._world, self._spec, self._inputs = world, spec, inputs
+        self._ll, self._by_expert, self._sms = low_latency, spec.layout == "expert", sms
+        self.left_out: dict[str, str | None] = self._named_work()
+        ep: Any = importlib.import_module("nccl.ep")
+        self._ep = ep
+        self._group = ep.Group.create(_communicator(world), self._config())
+        first = inputs.at(0)
+        self._batch = Batch(first.x.clone(), first.ids.to(torch.int64), first.weights.clone())
+        self._received = Receiver(ep, spec, world, low_latency=low_latency)
+        self._rows = torch.zeros_like(self._received.x)
+        """What a combine sends; on steps that are not verified any numbers."""
+        self._y = torch.zeros_like(self._batch.x)
+        weights = ep.Tensor(self._batch.weights)
+        carries = {} if low_latency and self._by_expert else {"topk_weights": weights}
+        applies = {"topk_weights": weights} if low_latency and self._by_expert else {}
+        self._ids = ep.Tensor(self._batch.ids)
+        self._inputs_out = ep.DispatchInputs(tokens=ep.Tensor(self._batch.x), **carries)
+        self._combine_in = ep.CombineInputs(tokens=ep.Tensor(self._rows))
+        self._combine_out = ep.CombineOutputs(tokens=ep.Tensor(self._y), **applies)
+        self._experts = AffineExperts(spec.hidden, inputs.dtype, inputs.routing.seed)
+        self._index = 0
+        aligned = not low_latency and self._by_expert
+        self._handle = self._group.create_handle(
+            self._layout(),
+            self._ids,
+            layout_info=None if low_latency else self._received.layout_info,
+            config=ep.HandleConfig(dispatch_output_per_expert_alignment=spec.alignment if aligned else 0),
+            stream=self._stream(),
+        )
+
+    @property
+    def keys(self) -> Line:
+        return {"sms": self._sms or None}
+
+    def take(self, index: int, *, fresh: bool) -> None:
+        batch, self._index = self._inputs.at(index, fresh=fresh), index
+        self._batch.x.copy_(batch.x)
+        self._batch.ids.copy_(batch.ids)
+        self._batch.weights.copy_(batch.weights)
+        self._rows.uniform_(-1, 1)  # a verified step leaves NaN
+        if fresh:
+            self._received.poison()
+            self._y.fill_(torch.nan)
+
+    def dispatch(self) -> None:
+        stream, received = self._stream(), self._received
+        self._handle.update(self._ids, layout_info=None if self._ll else received.layout_info, stream=stream)
+        self._handle.dispatch(
+            self._inputs_out, received.outputs, layout_info=received.layout_info, config=None, stream=stream
+        )
+
+    def combine(self) -> None:
+        self._handle.combine(self._combine_in, self._combine_out, config=None, stream=self._stream())
+
+    def exchange(self) -> None:
+        self.dispatch()
+        self.combine()
+
+    def wrong_dispatch(self) -> str | None:
+        """Return what is wrong, or None; then the experts have computed the rows of the combine."""
+        self._rows.fill_(torch.nan)
+        for part in self._parts():
+            if len(part.places) != len(part.tokens):
+                return f"{len(part.places)} rows {part.name}, {len(part.tokens)} were sent"
+            if len(part.tokens) and (wrong := self._wrong_part(part)) is not None:
+                return wrong
+        return None
+
+    def wrong_combine(self) -> str | None:
+        batch = Batch(self._inputs.at(self._index, fresh=True).x, self._batch.ids, self._batch.weights)
+        error, bound = error_of(self._y, batch, self._experts), bound_of(self._spec)
+        return None if error <= bound else f"an error of {error:.2g}, at most {bound:g} is allowed"
+
+    def _config(self) -> Any:
+        ep, spec = self._ep, self._spec
+        rows = spec.rows(self._world.size) if self._by_expert else self._world.size * spec.tokens
+        return ep.GroupConfig(
+            algorithm=ep.Algorithm.LOW_LATENCY if self._ll else ep.Algorithm.HIGH_THROUGHPUT,
+            num_experts=spec.experts,
+            max_dispatch_tokens_per_rank=spec.tokens,
+            max_recv_tokens_per_rank=0 if self._ll else max(rows, spec.tokens),
+            max_token_bytes=spec.row_bytes,
+            max_num_sms=self._sms,
+            num_topk=spec.topk,
+            timeout_ns=round(self._world.timeout_s * 1e9),
+        )
+
+    def _layout(self) -> Any:
+        if self._by_expert:
+            return self._ep.Layout.EXPERT_MAJOR
+        return self._ep.Layout.RANK_MAJOR if self._ll else self._ep.Layout.FLAT
+
+    def _stream(self) -> int:
+        return current_stream(self._world.device)
+
+    # What a dispatch should give.
+
+    def _parts(self) -> Iterator[Part]:
+        counts, device = self._received.counts.tolist(), self._world.device
+        ids = [self._ids_of(rank) for rank in range(self._world.size)]
+        first = self._world.rank * len(counts)
+        begin = 0
+        for expert in range(first, first + len(counts)) if self._by_expert else ():
+            ranks, tokens = _sources([(of_rank == expert).any(dim=1) for of_rank in ids])
+            local, align = expert - first, self._spec.alignment
+            count = counts[local]
+            if not self._ll:  # its counts have the gaps too
+                count = len(tokens) if count == -(-len(tokens) // align) * align else count
+            start = local * self._received.x.shape[1] if self._ll else begin
+            begin += counts[local]
+            yield Part(f"for expert {expert}", torch.arange(start, start + count, device=device), ranks, tokens, expert)
+        if self._by_expert:
+            return
+        here = [(of_rank >= 0).any(dim=1) for of_rank in ids]
+        if not self._ll:
+            places = torch.arange(int(self._received.total.item()), device=device)
+            yield Part("from all ranks", places, *_sources(here))
+            return
+        for rank, wanted in enumerate(here):
+            nobody = torch.zeros(0, dtype=torch.bool, device=device)
+            ranks, tokens = _sources([wanted if other == rank else nobody for other in range(len(here))])
+            start = rank * self._spec.tokens
+            yield Part(f"from rank {rank}", torch.arange(start, start + counts[rank], device=device), ranks, tokens)
+
+    def _wrong_part(self, part: Part) -> str | None:
+        """Compare rows with tokens whatever their order, and compute what this rank's combine sends for them."""
+        wanted = torch.empty(len(part.tokens), self._spec.hidden, dtype=self._rows.dtype, device=self._rows.device)
+        for rank in range(self._world.size):
+            own = part.ranks == rank
+            wanted[own] = self._inputs.fresh_of(rank, self._index)[part.tokens[own]]
+        came = self._received.x.flatten(0, -2)[part.places]
+        order, order_wanted = _hashes(came).argsort(), _hashes(wanted).argsort()
+        if not torch.equal(came[order], wanted[order_wanted]):
+            return f"rows {part.name} are not those that were sent"
+        places = torch.empty_like(part.places)
+        places[order_wanted] = part.places[order]  # the place of each wanted row
+        ids, weights = self._routing_of(part)
+        if (wrong := self._wrong_routing(part, places, ids, weights)) is not None:
+            return wrong
+        total = torch.zeros(len(wanted), self._spec.hidden, dtype=torch.float64, device=wanted.device)
+        for expert in sorted(set(ids[ids >= 0].tolist())) if part.expert is None else [part.expert]:
+            for k in range(self._spec.topk):
+                own = ids[:, k] == expert
+                scale = 1.0 if self._ll and self._by_expert else weights[own, k, None]
+                total[own] += self._experts(expert, wanted[own]) * scale
+        self._rows.flatten(0, -2)[places] = total.to(self._rows.dtype)
+        return None
+
+    def _wrong_routing(self, part: Part, places: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor) -> str | None:
+        """Compare the ids and weights that came with the rows, whatever their order in a row."""
+        received = self._received
+        if received.weights is None:
+            return None
+        came_weights = received.weights.flatten(0, -2)[places] if part.expert is None else received.weights[places]
+        if part.expert is not None:
+            same = torch.equal(came_weights, (weights * (ids == part.expert)).sum(dim=1))
+            return None if same else f"weights {part.name} are not those that were sent"
+        assert received.ids is not None
+        local = self._spec.local_experts(self._world.size)
+        own = torch.where(ids >= 0, ids - self._world.rank * local, -1)
+        came, order = received.ids.flatten(0, -2)[places].long().sort(dim=1)
+        wanted, order_wanted = own.sort(dim=1)
+        if not torch.equal(came, wanted):
+            return f"ids {part.name} are not those that were sent"
+        differ = came_weights.gather(1, order) != weights.gather(1, order_wanted)
+        return f"weights {part.name} are not those that were sent" if bool((differ & (wanted >= 0)).any()) else None
+
+    def _routing_of(self, part: Part) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return ids, -1 for experts of other ranks, and weights of the tokens that should have come."""
+        K, device = self._spec.topk, self._world.device
+        ids = torch.empty(len(part.tokens), K, dtype=torch.int64, device=device)
+        weights = torch.empty(len(part.tokens), K, device=device)
+        for rank in range(self._world.size):
+            own = part.ranks == rank
+            ids[own] = self._ids_of(rank)[part.tokens[own]]
+            draws = self._inputs.draws
+            drawn = self._inputs.routing.draw(rank, self._index % len(draws)).weights.to(device)
+            weights[own] = drawn[part.tokens[own]]
+        return ids, weights
+
+    def _ids_of(self, rank: int) -> torch.Tensor:
+        draws = self._inputs.draws
+        ids = self._inputs.routing.draw(rank, self._index % len(draws)).ids.to(self._world.device).long()
+        local = self._spec.local_experts(self._world.size)
+        return torch.where(torch.div(ids, local, rounding_mode="floor") == self._world.rank, ids, -1)
+
+    def _named_work(self) -> dict[str, str | None]:
+        dispatch = [] if self._by_expert else ["rows by expert"]
+        if self._ll and self._by_expert:
+            dispatch.append("rows without gaps between blocks")
+        combine = [] if self._ll and self._by_expert else ["weights"]
+        if not self._by_expert:
+            combine.append("the sum of a rank's rows")
+        named = {"dispatch": dispatch, "combine": combine, "exchange": [*dispatch, *combine]}
+        return {op: ", ".join(work) or None for op, work in named.items()}
+
+
+def current_stream(device: torch.device) -> int:
+    return int(torch.cuda.current_stream(device).cuda_stream)
+
+
+def _communicator(world: World) -> Any:
+    """Make a communicator of NCCL's own bindings. The ranks swap its id by the world."""
+    core: Any = importlib.import_module("nccl.core")
+    own = bytes(core.get_unique_id().as_bytes) if world.rank == 0 else b""
+    unique = core.UniqueId.from_bytes(world.swap(own, "nccl_ep: communicator")[0])
+    return core.Communicator.init(nranks=world.size, rank=world.rank, unique_id=unique)
+
+
+def _sources(wanted: list[torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return source and token of each row, from a mask of each rank's tokens."""
+    tokens = [mask.nonzero().flatten() for mask in wanted]
+    ranks = [torch.full_like(of_rank, rank) for rank, of_rank in enumerate(tokens)]
+    return torch.cat(ranks), torch.cat(tokens)
+
+
+def _hashes(rows: torch.Tensor) -> torch.Tensor:
+    """Return a number of each row, made of its bits: equal rows have equal numbers."""
+    bits = rows.view(torch.int16) if rows.element_size() == 2 else rows.view(torch.int32)
+    draw = torch.Generator().manual_seed(1)
+    factors = torch.randint(-(2**62), 2**62, (rows.shape[1],), generator=draw).to(rows.device)
+    starts = range(0, len(bits), HASHED_ROWS)
+    return torch.cat([(bits[start : start + HASHED_ROWS].long() * factors).sum(dim=1) for start in starts])
