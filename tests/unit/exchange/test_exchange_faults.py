@@ -263,8 +263,9 @@ def test_a_late_peer_is_named_and_not_written_to_again(pool: RankPool) -> None:
         assert flags == [1, 1, 1]  # from the good step: no flag is raised before all ranks have entered
         if rank != 1:
             assert [timeout[:3] for timeout in report] == [("dispatch", 1, 3)] * 3  # the third operation of the world
-            assert report[0][3] >= 0.3
             assert max(timeout[3] for timeout in report[1:]) < 0.2
+    # The first rank to give up has waited so long; it tells the other one, which may have begun a moment later.
+    assert max(outcomes[rank][0][0][3] for rank in (0, 2)) >= 0.3
 
 
 def dispatch_until_killed(world: World, case: Case) -> Any:
