@@ -77,6 +77,7 @@ class Exchange(OfOneProcess):
         if capturing(world.device):
             raise CaptureError("an exchange cannot be made inside a capture; make it before, its calls can be captured")
         refuse_tracing("making an exchange")
+        spec = spec.counted(world.size)
         self.world, self.spec = world, spec
         world.unclosed.free()
         choice = choose(world, spec, ExchangeRequest(backend, workspace, sms, chunk))

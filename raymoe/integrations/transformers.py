@@ -38,7 +38,7 @@ class Registration:
     All ranks close. Models that were loaded with it cannot run afterwards. Another `register` replaces the name.
     """
 
-    def __init__(self, name: str, tokens: int, backend: str, capacity: int | str, timeout_s: float) -> None:
+    def __init__(self, name: str, tokens: int, backend: str, capacity: int | float | str, timeout_s: float) -> None:
         # A model makes its exchanges in its first forward pass. Wrong arguments raise before it is loaded.
         ExchangeSpec(tokens, hidden=8, experts=1, topk=1, capacity=capacity)
         if backend not in BACKENDS:
@@ -113,7 +113,7 @@ def register(
     *,
     tokens: int = 4096,
     backend: str = "auto",
-    capacity: int | str = "worst",
+    capacity: int | float | str = "worst",
     timeout_s: float = 60.0,
 ) -> Registration:
     """Make raymoe known to transformers, for `DistributedConfig(ep_implementation=name)`.

@@ -118,7 +118,7 @@ class MoELayer(nn.Module):
         tokens: int,
         backend: str = "auto",
         sms: int | str = "auto",
-        capacity: int | str = "worst",
+        capacity: int | float | str = "worst",
     ) -> Self:
         """Make a layer that computes what a block of transformers does, with this rank's share of its experts.
 
