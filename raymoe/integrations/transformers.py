@@ -24,12 +24,12 @@ from transformers.distributed.expert_parallel import EPImplementation, EPImpleme
 from raymoe.errors import ConfigError, RaymoeError
 from raymoe.exchange.abilities import BACKENDS, backends_of
 from raymoe.exchange.exchange import Exchange
+from raymoe.exchange.shared import SharedExchanges
 from raymoe.exchange.spec import ExchangeSpec
 from raymoe.memory.member import Member
 from raymoe.memory.world import World
 from raymoe.moe.differentiable import ExpertRows, combine, dispatch, refuse
 from raymoe.moe.expert_rows import Groups
-from raymoe.moe.layer import LayerExchanges
 
 
 class Registration:
@@ -74,7 +74,7 @@ class Registration:
             capacity=self.capacity,
             depth=0,
         )
-        return world.shared(LayerExchanges).of(spec, self.backend)
+        return world.exchange(spec, self.backend)
 
     def next_number(self) -> int:
         """Number a layer. All ranks make models in one order, so the number is the same everywhere."""
@@ -87,7 +87,7 @@ class Registration:
         On GPUs no step waits for that. Call it where the program waits anyway, as where it reads the loss.
         """
         for world in self._worlds.values():
-            world.shared(LayerExchanges).check()
+            world.shared(SharedExchanges).check()
 
     def close(self, together: bool = True) -> None:
         """Close the worlds."""

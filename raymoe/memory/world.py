@@ -12,6 +12,7 @@ nothing goes through the process that gathered them.
 
 from __future__ import annotations
 
+import importlib
 import os
 import pickle
 import secrets
@@ -31,6 +32,7 @@ from raymoe.memory import cuda_ipc, host_shm
 from raymoe.memory.across import BoundedStore, StoreAddress, StoreBoard, connect, serve
 from raymoe.memory.address import address_for, listen, network
 from raymoe.memory.board import Board, board_layout
+from raymoe.memory.group_worlds import GROUP_WORLDS
 from raymoe.memory.heap import DeviceHeap, Heap
 from raymoe.memory.heaps import DroppedObjects, Heaps
 from raymoe.memory.layout import Layout
@@ -49,6 +51,7 @@ from raymoe.memory.wait import Waiter, named_by_world
 from raymoe.memory.wiring import Gathering, act_together, prove
 
 if TYPE_CHECKING:
+    import raymoe
     from raymoe.cuda.gpu import Gpu
 
 CLOSING_S = 2.0
@@ -119,6 +122,7 @@ class World(OfOneProcess):
         device: str | torch.device = "auto",
         timeout_s: float = 60.0,
         domain: int | None = None,
+        shared: bool = False,
     ) -> World:
         """Make a world of the ranks of a `ProcessGroup`, of a `DeviceMesh`'s `ep` dimension, or of the default group.
 
@@ -129,6 +133,7 @@ class World(OfOneProcess):
         GPUs (NCCL), else the CPU. `cuda` is the same but never the CPU. `cuda:1` is any GPU that this process sees.
         `timeout_s` bounds every wait for a peer, except the gathers here, which the group's own timeout bounds.
         `domain` is the number of ranks in a domain; by default all ranks are in one.
+        With `shared`, later calls for the group return the same world, on each rank alone. It is closed with the group.
 
         >>> import torch.distributed as dist
         >>> dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
@@ -138,6 +143,14 @@ class World(OfOneProcess):
         >>> dist.destroy_process_group()
         """
         ranks, world, descriptor = Ranks(group), None, None
+        if shared:
+            found = GROUP_WORLDS.of(
+                ranks.group,
+                (str(device), timeout_s, domain),
+                lambda: cls.of(group, device=device, timeout_s=timeout_s, domain=domain),
+            )
+            assert isinstance(found, World)
+            return found
         if domain is not None and domain != ranks.size:
             spanning = SpanningWorld.of_ranks(ranks, domain, str(device), timeout_s)
             spanning._made_from = weakref.ref(ranks.group)
@@ -266,6 +279,16 @@ class World(OfOneProcess):
             self._shared[kind] = kind(self)
         shared: S = self._shared[kind]
         return shared
+
+    def exchange(self, spec: raymoe.ExchangeSpec, backend: str = "auto", *, sms: int | str = "auto") -> raymoe.Exchange:
+        """Return the one exchange of this spec, backend and `sms` in this world; the first call makes it.
+
+        All ranks make new ones in one order. Layers that run one after another share it. The world closes it.
+        """
+        # Exchanges are made above this folder, so they are loaded by name.
+        shared: Any = importlib.import_module("raymoe.exchange.shared")
+        exchange: raymoe.Exchange = self.shared(shared.SharedExchanges).of(spec, backend, sms)
+        return exchange
 
     def group(self, ranks: Sequence[int]) -> World | None:
         """Make a world of these ranks alone, in this order; None on the other ranks. All ranks of this world call it.
