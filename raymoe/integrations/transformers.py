@@ -192,5 +192,5 @@ class RaymoeExperts(EPImplementation):  # type: ignore[misc]
             # At least one row, of zeros and weight zero, keeps the experts' weights in the backward pass.
             there = max(1, int(got.expert_offsets[-1]))
             expert = expert[:there].clamp(max=self.num_local_experts - 1)
-        rows = self.experts_forward(got.x[:there], expert[:, None], got.weights[:there, None])
-        return torch.nn.functional.pad(rows, (0, 0, 0, capacity - there))
+        rows: torch.Tensor = self.experts_forward(got.x[:there], expert[:, None], got.weights[:there, None])
+        return rows

@@ -16,7 +16,9 @@ _FOUND: dict[str, Exchange] = {}
 """The exchanges by what was asked for. A graph guards its entry, which goes when the world is closed."""
 
 
-def exchange_of(group: str, backend: str = "auto", timeout_s: float = 60.0, **spec: Any) -> Exchange:
+def exchange_of(
+    group: str, backend: str = "auto", timeout_s: float = 60.0, sms: int | str = "auto", **spec: Any
+) -> Exchange:
     """Return the exchange of a spec, given by its keys, in the shared world of the process group of this name.
 
     The first call makes the world and the exchange, so all ranks of the group call it in one order. Where
@@ -33,19 +35,19 @@ def exchange_of(group: str, backend: str = "auto", timeout_s: float = 60.0, **sp
     ('zero', 0)
     >>> dist.destroy_process_group()
     """
-    key = " ".join([group, backend, str(timeout_s), *[f"{name}={spec[name]}" for name in spec]])
-    _make(key, group, backend, timeout_s, **spec)
+    key = " ".join([group, backend, str(timeout_s), str(sms), *[f"{name}={spec[name]}" for name in spec]])
+    _make(key, group, {"backend": backend, "sms": sms}, timeout_s, **spec)
     return _FOUND[key]
 
 
-def _make(key: str, group: str, backend: str, timeout_s: float, **spec: Any) -> bool:
+def _make(key: str, group: str, options: dict[str, Any], timeout_s: float, **spec: Any) -> bool:
     """Make the exchange if there is none. torch.compile calls this while it traces."""
     resolved, found = _group(group), _FOUND.get(key)
     if found is None or found.closed or found.world.process_group is not resolved:  # names of groups are used again
         with torch.inference_mode(False), torch.no_grad():
             world = World.of(resolved, timeout_s=timeout_s, shared=True)
             # Gradients of weights need zeros in gaps, and the results of `dispatch` own their rows.
-            found = world.exchange(ExchangeSpec(**{"padding": "zero", "depth": 0, **spec}), backend)
+            found = world.exchange(ExchangeSpec(**{"padding": "zero", "depth": 0, **spec}), **options)
         world.shared(_Entries).keys.append(key)
         _FOUND[key] = found
     return True
