@@ -14,7 +14,7 @@ NEWEST := import sys; sys.exit(sys.version_info < (3, 11))
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help setup run test test-all check lint types unit durations figures perf soak faults faults-gpu soak-faults sanitize exchange-stamped exchange-full bench-exchange fmt hooks wheel clean distclean
+.PHONY: help setup run test test-all hosts check lint types unit durations figures perf soak faults faults-gpu soak-faults sanitize exchange-stamped exchange-full bench-exchange fmt hooks wheel clean distclean
 
 help: ## list these targets
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):[^#]*## /  make \1\t/' | expand -t 24
@@ -54,6 +54,10 @@ endif
 
 test-all: $(STAMP) ## run the tests that `make test` leaves out, and no other ones: every case of every rule
 	$(call HALVES,-m $(THOROUGH))
+	$(BIN)/pytest -m $(THOROUGH) tests/hosts
+
+hosts: $(STAMP) ## run raymoe inside torchtitan, a part of test-all; its packages are installed into .hosts/ (minutes)
+	$(BIN)/pytest -m $(THOROUGH) tests/hosts
 
 durations: $(STAMP) ## time every test file of `make test` and `make test-all` (needs an idle machine)
 	rm -f benchmarks/test_durations.new
@@ -121,8 +125,8 @@ clean: ## remove caches and builds; .venv and runs/ stay
 	rm -rf build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis
 	find . -name __pycache__ -not -path './$(VENV)/*' -prune -exec rm -rf {} +
 
-distclean: clean ## clean, and remove .venv too
-	rm -rf $(VENV)
+distclean: clean ## clean, and remove .venv and .hosts too
+	rm -rf $(VENV) .hosts
 
 # Under -j too, `test` runs `check` before `unit`, so that the tests' summary is printed last.
 unit: | $(if $(filter test,$(MAKECMDGOALS)),check)

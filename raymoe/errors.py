@@ -135,6 +135,9 @@ class DataRefused(RaymoeError):
 
     exit_code = 7
 
+    rows_needed: int | None = None
+    """The capacity that would have held the rows of every rank; None where another cause refused the step."""
+
 
 class CannotWrite(RaymoeError):
     """A result could not be written. The message names the path and the system's reason."""

@@ -91,14 +91,13 @@ def _rows_can_be_counted(job: Job) -> tuple[str, str] | None:
 def _capacity_suffices(job: Job) -> tuple[str, str] | None:
     """No id is masked, so R ranks receive R*T*K rows together, and at least one receives T*K or more."""
     routing, rows = job.routing, job.shape.tokens * job.shape.topk
-    if job.exchange.capacity == "worst" or routing.masked > 0 or routing.ragged or routing.kind == "trace":
+    capacity = job.exchange.capacity
+    if capacity == "worst" or routing.masked > 0 or routing.ragged or routing.kind == "trace":
         return None
-    if job.exchange.capacity >= rows:
+    if capacity >= (1 if isinstance(capacity, float) else rows):
         return None
-    return (
-        f"capacity {job.exchange.capacity} overflows with any routing, since one rank receives at least {rows} rows",
-        f"write {rows} or more, or worst",
-    )
+    way_out = "write 1.0 or more, or worst" if isinstance(capacity, float) else f"write {rows} or more, or worst"
+    return f"capacity {capacity} overflows with any routing, since one rank receives at least {rows} rows", way_out
 
 
 def _dispatch_sends_the_dtype(job: Job) -> tuple[str, str] | None:

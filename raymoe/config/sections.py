@@ -10,7 +10,16 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, WithJsonSche
 from pydantic_core import PydanticCustomError
 
 from raymoe.exchange.abilities import BACKENDS, Abilities
-from raymoe.exchange.spec import MOST_ALIGNMENT, MOST_EXPERTS, MOST_HIDDEN, MOST_ROWS, MOST_TOKENS, MOST_TOPK
+from raymoe.exchange.spec import (
+    MOST_ALIGNMENT,
+    MOST_EXPERTS,
+    MOST_FACTOR,
+    MOST_HIDDEN,
+    MOST_ROWS,
+    MOST_TOKENS,
+    MOST_TOPK,
+    is_capacity,
+)
 
 # Sizes with units.
 
@@ -88,9 +97,11 @@ def _auto_or_boolean(value: Any) -> Any:
 
 
 def _rows_or_worst(value: Any) -> Any:
-    if value == "worst" or (type(value) is int and 1 <= value <= MOST_ROWS):
+    if value == "worst" or is_capacity(value):
         return value
-    raise PydanticCustomError("capacity", "must be worst, or a number of rows from 1 to 2147483647")
+    raise PydanticCustomError(
+        "capacity", "must be worst, or a number of rows from 1 to 2147483647, or a factor such as 1.25"
+    )
 
 
 def _auto_or_count(value: Any) -> Any:
@@ -151,6 +162,7 @@ Size = Annotated[
 # The validators check these bounds too, and explain them. Here they are for the schema.
 Count = Annotated[int, Field(ge=1, le=1024)]
 Rows = Annotated[int, Field(ge=1, le=MOST_ROWS)]
+Factor = Annotated[float, Field(gt=0, le=MOST_FACTOR)]
 Tokens = Annotated[int, Field(ge=1, le=MOST_TOKENS)]
 Stages = Annotated[int, Field(ge=1, le=64)]
 
@@ -269,11 +281,12 @@ class ExchangeSection(Section):
     sms: Annotated[Count | Literal["auto"], BeforeValidator(_auto_or_count)] = Field(default="auto", examples=[48])
     """SMs of a GPU that the exchange's kernels may take: all (auto), or a number. Beside a matrix product fewer than
     half of them are best, 48 or 64 on H200. collective and allgather take as many as NCCL does."""
-    capacity: Annotated[Rows | Literal["worst"], BeforeValidator(_rows_or_worst)] = Field(
-        default="worst", examples=[8192]
+    capacity: Annotated[Rows | Factor | Literal["worst"], BeforeValidator(_rows_or_worst)] = Field(
+        default="worst", examples=[8192, 1.25]
     )
-    """C, the most rows that a rank can receive: enough for the worst routing (worst), or a number. If more arrive, all
-    ranks refuse the step, and the run ends with exit code 7."""
+    """C, the most rows that a rank can receive: enough for the worst routing (worst), or a number. A number with a
+    decimal point is a factor of the mean, tokens x topk rows, to which the gaps between experts come. If more arrive,
+    all ranks refuse the step, and the run ends with exit code 7."""
     wire: Annotated[WireSection, BeforeValidator(_name_or_mapping)] = Field(
         default=WireSection(), examples=["float8_e4m3"]
     )

@@ -142,7 +142,25 @@ class Arguments:
                 f"weighted is a {type(weighted).__name__}; it is True or False: the weights are those of the dispatch"
             )
         _check_got(got, owner, "combine")
-        return _detached(self._tensor(self._rows, rows, self._capacity))
+        assert isinstance(got, Dispatched)
+        if self._rows.fits(rows, self._capacity, self._device):
+            assert isinstance(rows, torch.Tensor)
+            return _detached(rows)
+        return _detached(self._fewer_rows(rows, got))
+
+    def _fewer_rows(self, rows: object, got: Dispatched) -> torch.Tensor:
+        """Check rows that are not as many as the capacity. Kernels read all rows up to the last offset."""
+        tensor = self._tensor(self._rows, rows, None)
+        if (n := tensor.shape[0]) > self._capacity:
+            return self._tensor(self._rows, rows, self._capacity)
+        if got.counted is None and self._device.type != "cpu":
+            raise ConfigError(
+                f"rows has {n} rows, and this exchange's capacity is {self._capacity}: give as many, or call "
+                "got.exact() before, so that the host knows how many rows came"
+            )
+        if n < (there := got.count()):
+            raise ConfigError(f"rows has {n} rows, and {there} came, gaps included: give the results of all of them")
+        return tensor
 
     def dispatch_known(
         self, x: object, got: Dispatched, out: object, owner: object

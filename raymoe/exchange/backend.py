@@ -7,6 +7,7 @@ from typing import Protocol, TypeVar, runtime_checkable
 
 import torch
 
+from raymoe.cuda.current import capturing
 from raymoe.errors import CaptureError, ConfigError, DataRefused
 
 HARMLESS_ERRORS = (ConfigError, CaptureError, DataRefused)
@@ -57,6 +58,44 @@ class Dispatched:
     """float32[C, ceil(H / 128)] with output `raw`, strides (1, C rounded up to 4)."""
     site: int = 0
     """The number of the place that called the dispatch, such as a layer; 0: none. All ranks must agree on it."""
+    counted: int | None = None
+    """The rows up to the last offset, once the host knows them: see `count`."""
+
+    def count(self) -> int:
+        """Return the number of rows up to the last offset, gaps included. On GPUs the first call waits for the device.
+
+        A capture cannot wait. Of a dispatch whose rows have not been received, the number is unspecified.
+        """
+        if self.counted is None:
+            if capturing(self.expert_offsets.device):
+                raise CaptureError(
+                    "the number of rows was asked for in a capture, which cannot wait; read it on the device"
+                )
+            # A failed wait may leave any number on the device. The next call on the exchange raises it.
+            self.counted = min(max(int(self.expert_offsets[-1]), 0), len(self.weights))
+        return self.counted
+
+    def exact(self) -> ExactRows:
+        """Return views of the rows that came, without the unused rows of the capacity. On GPUs the host waits once.
+
+        `combine` takes results for these rows, or for all C.
+
+        >>> from raymoe import Exchange, ExchangeSpec, World
+        >>> world = World.open(rank=0, size=1)
+        >>> world.wire([world.descriptor()])
+        >>> spec = ExchangeSpec(tokens=64, hidden=8, experts=2, topk=1, dtype="float32", alignment=1)
+        >>> with world, Exchange(world, spec) as exchange:
+        ...     got = exchange.dispatch(torch.ones(3, 8), torch.tensor([[1], [0], [1]]), torch.ones(3, 1))
+        ...     rows = got.exact().x
+        ...     y = exchange.combine(2 * rows, got)
+        >>> len(got.x), len(rows), y[:, 0].tolist()
+        (64, 3, [2.0, 2.0, 2.0])
+        """
+        there = self.count()
+        scales = None if self.scales is None else self.scales[:there]
+        if self.index is not None:  # rows stay in their slots
+            return ExactRows(self.x, self.weights[:there], self.index[:there], scales)
+        return ExactRows(self.x[:there], self.weights[:there], None, scales)
 
     def saved(self, kind: type[S]) -> S:
         """Return the state that the backend saved in the dispatch, of the one class that this backend saves."""
@@ -64,6 +103,16 @@ class Dispatched:
         if not isinstance(state, kind):
             raise TypeError(f"a dispatch saved {type(state).__name__}, but {kind.__name__} is needed")
         return state
+
+
+@dataclass(frozen=True)
+class ExactRows:
+    """Views of a dispatch's rows up to the last offset: n rows, gaps included, which alignment 1 does not have."""
+
+    x: torch.Tensor  # [n, H]; with layout `rank` all slots
+    weights: torch.Tensor  # float32[n]
+    index: torch.Tensor | None  # int64[n] with layout `rank`
+    scales: torch.Tensor | None  # float32[n, ceil(H / 128)] with output `raw`
 
 
 # The interface of a backend, on CPUs and on GPUs. Its arguments have been checked.
@@ -122,7 +171,10 @@ class Backend(Protocol):
         """
 
     def combine(self, rows: torch.Tensor, got: Dispatched, weighted: bool, out: torch.Tensor) -> None:
-        """Return the sums of `rows`, [C, H], to their tokens' ranks, and write all of y to `out`, [T', H]."""
+        """Return the sums of `rows` to their tokens' ranks, and write all of y to `out`, [T', H].
+
+        `rows` is [n, H], with at least the rows up to the last offset. No other row is read.
+        """
 
     # For gradients: a dispatch as one tensor, and the weights' gradients beside those of rows.
 

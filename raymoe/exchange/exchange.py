@@ -19,7 +19,7 @@ from raymoe.exchange.calls import Calls, one_at_a_time
 from raymoe.exchange.choice import ExchangeRequest, choose, make_backend
 from raymoe.exchange.spec import ExchangeSpec
 from raymoe.fp8 import FP8
-from raymoe.memory.unpicklable import OfOneProcess
+from raymoe.memory.one_process import OfOneProcess
 from raymoe.memory.world import World
 
 if TYPE_CHECKING:
@@ -77,6 +77,8 @@ class Exchange(OfOneProcess):
         if capturing(world.device):
             raise CaptureError("an exchange cannot be made inside a capture; make it before, its calls can be captured")
         refuse_tracing("making an exchange")
+        if isinstance(spec, ExchangeSpec):  # `choose` refuses others, on all ranks
+            spec = spec.counted(world.size)
         self.world, self.spec = world, spec
         world.unclosed.free()
         choice = choose(world, spec, ExchangeRequest(backend, workspace, sms, chunk))
@@ -120,6 +122,11 @@ class Exchange(OfOneProcess):
     def capturable(self) -> bool:
         """Whether calls can be captured in a CUDA graph."""
         return self._backend.capturable
+
+    @property
+    def closed(self) -> bool:
+        """Whether `close` was called."""
+        return self._closed
 
     @property
     def sms(self) -> int | None:
@@ -263,6 +270,8 @@ class Exchange(OfOneProcess):
         self._ready("combine")
         backend = self._gradient_backend("combine_gradients")
         rows = self._arguments.combine(rows, got, False, self._backend)
+        if not len(weights):  # no rows came; kernels take the address of an empty tensor, 0, for no weights
+            weights = weights.new_zeros(1)
         y = torch.empty(got.tokens, self.spec.hidden, dtype=rows.dtype, device=self.world.device)
         entries = torch.empty(got.tokens, self.spec.topk, dtype=torch.float32, device=self.world.device)
         with self._poisoning:

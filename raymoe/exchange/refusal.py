@@ -77,6 +77,12 @@ class Refusal:
             f"rank {self.other} sent rank {rank} a row for its expert {self.number}; it has {spec.local_experts(ranks)}"
         )
 
+    def error(self, rank: int, spec: ExchangeSpec, ranks: int) -> DataRefused:
+        """Return the error of this refusal, which `rank` raises or reports."""
+        refused = DataRefused(self.sentence(rank, spec, ranks))
+        refused.rows_needed = self.number if self.cause is Cause.CAPACITY else None
+        return refused
+
 
 NO_REFUSAL = Refusal()
 
@@ -110,10 +116,15 @@ def judge_statuses(statuses: Sequence[Refusal], spec: ExchangeSpec) -> DataRefus
     rank 0 combines dispatch 3 with weighted=True and rank 1 with gradients; all ranks run the same backward passes
     >>> print(judge_statuses([status_of(NO_REFUSAL, 3, True, site) for site in (1, 1, 2)], spec))
     rank 0 combines rows of call site 1 and rank 2 rows of call site 2; all ranks call the same layers in one order
+    >>> judge_statuses([Refusal(Cause.CAPACITY, 0, rows) for rows in (40, 56)], spec).rows_needed
+    56
     """
     for rank, refusal in enumerate(statuses):
         if refusal:
-            return DataRefused(refusal.sentence(rank, spec, len(statuses)))
+            error = refusal.error(rank, spec, len(statuses))
+            if error.rows_needed is not None:
+                error.rows_needed = max(status.number for status in statuses if status.cause is Cause.CAPACITY)
+            return error
     first = statuses[0]
     for rank, status in enumerate(statuses):
         if status.other >> SITE_SHIFT != first.other >> SITE_SHIFT:

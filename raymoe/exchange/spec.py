@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from math import ceil
 
 from raymoe.errors import ConfigError
 from raymoe.fp8 import FP8, FP8_BLOCK
@@ -20,6 +21,8 @@ MOST_TOPK = 256
 MOST_ALIGNMENT = 2**16
 MOST_ROWS = 2**31 - 1
 """Rows of a rank, gaps included, because offsets of rows are int32."""
+MOST_FACTOR = 2**16
+"""A capacity as a factor."""
 
 DTYPES = ("bfloat16", "float16", "float32")
 LAYOUTS = ("expert", "rank")
@@ -44,7 +47,9 @@ _MOST = {
 class ExchangeSpec:
     """The shape of an exchange: at most T `tokens` a rank, H `hidden`, E `experts` in all, K `topk` a token.
 
-    - `capacity` limits the rows that a rank receives: `worst`, which cannot overflow, or a number of rows.
+    - `capacity` limits the rows that a rank receives: `worst`, which cannot overflow, or a number of rows. A float is a
+      factor of the mean, T·K rows: what each rank receives if all ranks send T tokens and experts are chosen equally
+      often. To the factor's rows come the gaps that experts may have, and there are never more than with `worst`.
     - `wire` is the dtype in which rows cross: a name for dispatch, or a mapping for both directions. A combine's sums
       are rounded once, to their wire dtype.
     - `float8_e4m3` as the wire of dispatch adds a float32 scale for each 128 elements. A finite element arrives finite,
@@ -57,6 +62,8 @@ class ExchangeSpec:
 
     >>> ExchangeSpec(tokens=512, hidden=1024, experts=32, topk=4).rows(ranks=4)
     8320
+    >>> ExchangeSpec(tokens=512, hidden=1024, experts=32, topk=4, capacity=1.25, alignment=1).rows(ranks=4)
+    2560
     >>> ExchangeSpec(tokens=512, hidden=1000, experts=32, topk=40)
     Traceback (most recent call last):
     raymoe.errors.ConfigError: topk is 40 with 32 experts; a token names at most as many experts as there are
@@ -72,7 +79,7 @@ class ExchangeSpec:
     layout: str = "expert"
     alignment: int = 16
     padding: str = "any"
-    capacity: int | str = "worst"
+    capacity: int | float | str = "worst"
     output: str = "dequantised"
     depth: int = 1
     transport: str = "auto"
@@ -105,8 +112,11 @@ class ExchangeSpec:
             raise ConfigError(
                 f"a row of {self.hidden} {self.dtype} is {self.row_bytes} bytes; a multiple of {ROW_BYTES} is needed"
             )
-        if self.capacity != "worst" and (type(self.capacity) is not int or not 1 <= self.capacity <= MOST_ROWS):
-            raise ConfigError(f"capacity is {self.capacity!r}; it is 'worst' or a number of rows, 1 to {MOST_ROWS}")
+        if self.capacity != "worst" and not is_capacity(self.capacity):
+            raise ConfigError(
+                f"capacity is {self.capacity!r}; it is 'worst' or a number of rows, 1 to {MOST_ROWS}, or a factor of "
+                f"the mean: a float above 0, at most {MOST_FACTOR}"
+            )
 
     @property
     def row_bytes(self) -> int:
@@ -188,7 +198,20 @@ class ExchangeSpec:
         In the worst case all experts of all tokens are here, since a token may name one expert several times. Each
         expert, or group of experts, then has a gap of `alignment` - 1 rows.
         """
-        return self.capacity if isinstance(self.capacity, int) else self._worst(ranks)
+        worst = self._worst(ranks)
+        if isinstance(self.capacity, float):
+            return min(
+                worst, rows_of_factor(self.capacity, self.tokens * self.topk, self.groups(ranks), self.alignment)
+            )
+        return self.capacity if isinstance(self.capacity, int) else worst
+
+    def counted(self, ranks: int) -> ExchangeSpec:
+        """Return the spec with a number of rows in the place of a factor; itself where the capacity is none.
+
+        >>> ExchangeSpec(tokens=8, hidden=64, experts=4, topk=2, capacity=1.5, alignment=4).counted(ranks=2).capacity
+        32
+        """
+        return replace(self, capacity=self.rows(ranks)) if isinstance(self.capacity, float) else self
 
     def inside(self, domains: int) -> ExchangeSpec:
         """Return the spec of the exchange inside a domain of GPU ranks: the tokens of a whole rail.
@@ -203,6 +226,8 @@ class ExchangeSpec:
         >>> inside.rows(ranks=2), spec.rows(ranks=4)
         (96, 96)
         """
+        if isinstance(self.capacity, float):  # a factor of the rows of this spec, not of those of a whole rail
+            raise ConfigError(f"capacity is the factor {self.capacity} inside a domain; count its rows first")
         return replace(self, tokens=domains * self.tokens, depth=0, expert_group=domains)
 
     def groups(self, ranks: int) -> int:
@@ -211,6 +236,26 @@ class ExchangeSpec:
 
     def _worst(self, ranks: int) -> int:
         return worst_rows(ranks * self.tokens * self.topk, self.groups(ranks), self.alignment)
+
+
+def is_capacity(value: object) -> bool:
+    """Whether a value is a number of rows or a factor of their mean, within the limits.
+
+    >>> [is_capacity(value) for value in (1, 1.25, 0, 0.0, float("nan"), True, "worst")]
+    [True, True, False, False, False, False, False]
+    """
+    if type(value) is float:
+        return 0 < value <= MOST_FACTOR
+    return type(value) is int and 1 <= value <= MOST_ROWS
+
+
+def rows_of_factor(factor: float, mean: int, groups: int, alignment: int) -> int:
+    """Count the rows of a capacity that is a factor of `mean` rows, with a gap after each group of experts.
+
+    >>> rows_of_factor(1.25, mean=100, groups=2, alignment=1), rows_of_factor(1.25, mean=100, groups=2, alignment=16)
+    (125, 160)
+    """
+    return worst_rows(ceil(factor * mean), groups, alignment)
 
 
 def worst_rows(entries: int, groups: int, alignment: int) -> int:

@@ -24,12 +24,12 @@ from transformers.distributed.expert_parallel import EPImplementation, EPImpleme
 from raymoe.errors import ConfigError, RaymoeError
 from raymoe.exchange.abilities import BACKENDS, backends_of
 from raymoe.exchange.exchange import Exchange
+from raymoe.exchange.shared import SharedExchanges
 from raymoe.exchange.spec import ExchangeSpec
 from raymoe.memory.member import Member
 from raymoe.memory.world import World
 from raymoe.moe.differentiable import ExpertRows, combine, dispatch, refuse
 from raymoe.moe.expert_rows import Groups
-from raymoe.moe.layer import LayerExchanges
 
 
 class Registration:
@@ -38,7 +38,7 @@ class Registration:
     All ranks close. Models that were loaded with it cannot run afterwards. Another `register` replaces the name.
     """
 
-    def __init__(self, name: str, tokens: int, backend: str, capacity: int | str, timeout_s: float) -> None:
+    def __init__(self, name: str, tokens: int, backend: str, capacity: int | float | str, timeout_s: float) -> None:
         # A model makes its exchanges in its first forward pass. Wrong arguments raise before it is loaded.
         ExchangeSpec(tokens, hidden=8, experts=1, topk=1, capacity=capacity)
         if backend not in BACKENDS:
@@ -74,7 +74,7 @@ class Registration:
             capacity=self.capacity,
             depth=0,
         )
-        return world.shared(LayerExchanges).of(spec, self.backend)
+        return world.exchange(spec, self.backend)
 
     def next_number(self) -> int:
         """Number a layer. All ranks make models in one order, so the number is the same everywhere."""
@@ -87,7 +87,7 @@ class Registration:
         On GPUs no step waits for that. Call it where the program waits anyway, as where it reads the loss.
         """
         for world in self._worlds.values():
-            world.shared(LayerExchanges).check()
+            world.shared(SharedExchanges).check()
 
     def close(self, together: bool = True) -> None:
         """Close the worlds."""
@@ -113,7 +113,7 @@ def register(
     *,
     tokens: int = 4096,
     backend: str = "auto",
-    capacity: int | str = "worst",
+    capacity: int | float | str = "worst",
     timeout_s: float = 60.0,
 ) -> Registration:
     """Make raymoe known to transformers, for `DistributedConfig(ep_implementation=name)`.
@@ -192,5 +192,5 @@ class RaymoeExperts(EPImplementation):  # type: ignore[misc]
             # At least one row, of zeros and weight zero, keeps the experts' weights in the backward pass.
             there = max(1, int(got.expert_offsets[-1]))
             expert = expert[:there].clamp(max=self.num_local_experts - 1)
-        rows = self.experts_forward(got.x[:there], expert[:, None], got.weights[:there, None])
-        return torch.nn.functional.pad(rows, (0, 0, 0, capacity - there))
+        rows: torch.Tensor = self.experts_forward(got.x[:there], expert[:, None], got.weights[:there, None])
+        return rows

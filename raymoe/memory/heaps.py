@@ -1,4 +1,4 @@
-"""Keep the heaps of a rank's world, and release the memory of objects that were dropped without `close`."""
+"""Keep what a rank's world owns: its heaps, shared objects, and the memory of objects that were dropped unclosed."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import weakref
 from collections import deque
 from collections.abc import Callable
 from contextlib import ExitStack, suppress
+from typing import Protocol
 
 import torch
 
@@ -16,6 +17,13 @@ from raymoe.memory.heap import DeviceHeap, Heap, HeapContext, unmapped_layout, w
 from raymoe.memory.layout import Layout
 from raymoe.memory.wait import Waiter
 from raymoe.memory.wiring import Collectives, prove, share
+
+
+class Shared(Protocol):
+    """An object that the users of a world share, and the world closes."""
+
+    def close(self, together: bool) -> None:
+        """Close it. `together` if all ranks close now."""
 
 
 class Heaps:

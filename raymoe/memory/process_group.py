@@ -113,11 +113,23 @@ def _process_group(group: object) -> Any:
     return _checked(group, wanted)
 
 
-def _checked(group: Any, wanted: str) -> Any:
-    """Return the group, after a check that it can be used: torch has no clear error for one that cannot."""
+def is_known(group: Any) -> bool:
+    """Whether torch.distributed knows a group: it was made by init_process_group or new_group, and not destroyed."""
+    return _unknown(group) is None
+
+
+def _unknown(group: Any) -> Exception | None:
+    """Return torch's error for a group that it does not know."""
     try:
         dist.get_backend_config(group)
     except (RuntimeError, TypeError, ValueError) as error:
+        return error
+    return None
+
+
+def _checked(group: Any, wanted: str) -> Any:
+    """Return the group, after a check that it can be used: torch has no clear error for one that cannot."""
+    if (error := _unknown(group)) is not None:
         raise ConfigError(
             f"{wanted} was asked for, and torch.distributed does not know the group: it was destroyed, or was not made "
             "by init_process_group or new_group"

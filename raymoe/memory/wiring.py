@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from typing import Any, Protocol, TypeVar
 
 import torch
 
-from raymoe.errors import RaymoeError, WiringError
+from raymoe.errors import ConfigError, RaymoeError, WiringError
 from raymoe.memory.layout import Layout
 
 # Acting together
@@ -155,3 +155,23 @@ def _undo(world: Collectives, mapped: list[S], own: S | None, what: str) -> None
         world.barrier(f"{what}: undone")
         if own is not None:
             own.close()
+
+
+# Groups
+
+
+class Wired(Protocol):
+    """A world that is open, and not yet wired."""
+
+    def wire(self, descriptors: Sequence[dict[str, object]]) -> None: ...
+
+
+def wire_group(ranks: tuple[int, ...], group: Wired | None, theirs: Sequence[object]) -> None:
+    """Wire a group, after a check that all ranks of its world asked for the same one."""
+    for rank, other in enumerate(theirs):
+        assert isinstance(other, tuple)
+        if other[0] != ranks:
+            raise ConfigError(f"rank {rank} asks for a group of {list(other[0])} while another asks for {list(ranks)}")
+    if group is not None:
+        descriptors = [other[1] for other in theirs if isinstance(other, tuple)]
+        group.wire([descriptors[rank] for rank in ranks])

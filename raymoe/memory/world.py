@@ -12,6 +12,7 @@ nothing goes through the process that gathered them.
 
 from __future__ import annotations
 
+import importlib
 import os
 import pickle
 import secrets
@@ -22,7 +23,7 @@ from contextlib import ExitStack, suppress
 from dataclasses import replace
 from functools import partial
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, Literal, NoReturn, Protocol, Self, TypeVar, Unpack, overload
+from typing import TYPE_CHECKING, Any, Literal, NoReturn, Self, TypeVar, Unpack, overload
 
 import torch
 
@@ -32,8 +33,9 @@ from raymoe.memory.across import BoundedStore, StoreAddress, StoreBoard, connect
 from raymoe.memory.address import address_for, listen, network
 from raymoe.memory.board import Board, board_layout
 from raymoe.memory.giving_up import E, Farewells, StoredFarewell
+from raymoe.memory.group_worlds import GROUP_WORLDS
 from raymoe.memory.heap import DeviceHeap, Heap
-from raymoe.memory.heaps import DroppedObjects, Heaps
+from raymoe.memory.heaps import DroppedObjects, Heaps, Shared
 from raymoe.memory.layout import Layout
 from raymoe.memory.member import (
     Member,
@@ -44,24 +46,17 @@ from raymoe.memory.member import (
     check_spanning,
     code_hash,
 )
+from raymoe.memory.one_process import OfOneProcess, tell_of_forks
 from raymoe.memory.process_group import Ranks
-from raymoe.memory.unpicklable import OfOneProcess
 from raymoe.memory.wait import Waiter, named_by_world
-from raymoe.memory.wiring import Gathering, act_together, prove
+from raymoe.memory.wiring import Gathering, act_together, prove, wire_group
 
 if TYPE_CHECKING:
+    import raymoe
     from raymoe.cuda.gpu import Gpu
 
 CLOSING_S = 2.0
 """How long a rank that closes its world waits for its peers to close theirs."""
-_WORLDS: weakref.WeakSet[World] = weakref.WeakSet()  # of this process
-
-
-class Shared(Protocol):
-    """An object that the users of a world share."""
-
-    def close(self, together: bool) -> None:
-        """Close it. `together` if all ranks close now."""
 
 
 S = TypeVar("S", bound=Shared)
@@ -95,7 +90,7 @@ class World(OfOneProcess):
         self._farewells = Farewells(self.waiter)
         self._poison: RaymoeError | None = None
         self._closed, self._forked, self._pid = False, False, os.getpid()
-        _WORLDS.add(self)
+        tell_of_forks(self)
         self.unclosed = DroppedObjects()
         self._heaps = Heaps(self._gpu, self.device, self.waiter)
         self._parent = parent
@@ -121,6 +116,7 @@ class World(OfOneProcess):
         device: str | torch.device = "auto",
         timeout_s: float = 60.0,
         domain: int | None = None,
+        shared: bool = False,
     ) -> World:
         """Make a world of the ranks of a `ProcessGroup`, of a `DeviceMesh`'s `ep` dimension, or of the default group.
 
@@ -131,6 +127,7 @@ class World(OfOneProcess):
         GPUs (NCCL), else the CPU. `cuda` is the same but never the CPU. `cuda:1` is any GPU that this process sees.
         `timeout_s` bounds every wait for a peer, except the gathers here, which the group's own timeout bounds.
         `domain` is the number of ranks in a domain; by default all ranks are in one.
+        With `shared`, later calls for the group return the same world, on each rank alone. It is closed with the group.
 
         >>> import torch.distributed as dist
         >>> dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
@@ -140,6 +137,14 @@ class World(OfOneProcess):
         >>> dist.destroy_process_group()
         """
         ranks, world, descriptor = Ranks(group), None, None
+        if shared:
+            found = GROUP_WORLDS.of(
+                ranks.group,
+                (str(device), timeout_s, domain),
+                lambda: cls.of(group, device=device, timeout_s=timeout_s, domain=domain),
+            )
+            assert isinstance(found, World)
+            return found
         if domain is not None and domain != ranks.size:
             spanning = SpanningWorld.of_ranks(ranks, domain, str(device), timeout_s)
             spanning._made_from = weakref.ref(ranks.group)
@@ -270,6 +275,16 @@ class World(OfOneProcess):
         shared: S = self._shared[kind]
         return shared
 
+    def exchange(self, spec: raymoe.ExchangeSpec, backend: str = "auto", *, sms: int | str = "auto") -> raymoe.Exchange:
+        """Return the one exchange of this spec, backend and `sms` in this world; the first call makes it.
+
+        All ranks make new ones in one order. Layers that run one after another share it. The world closes it.
+        """
+        # Exchanges are made above this folder, so they are loaded by name.
+        shared: Any = importlib.import_module("raymoe.exchange.shared")
+        exchange: raymoe.Exchange = self.shared(shared.SharedExchanges).of(spec, backend, sms)
+        return exchange
+
     def group(self, ranks: Sequence[int]) -> World | None:
         """Make a world of these ranks alone, in this order; None on the other ranks. All ranks of this world call it.
 
@@ -287,7 +302,7 @@ class World(OfOneProcess):
         try:
             theirs = self.swap((wanted, group.descriptor() if group else None), "group: ranks")
             self.agree(problem, "group: possible")
-            act_together(self, lambda: _wire_group(wanted, group, theirs), "group: wired")
+            act_together(self, lambda: wire_group(wanted, group, theirs), "group: wired")
         except RaymoeError:
             if group is not None:
                 group.close(together=False)
@@ -578,22 +593,3 @@ class SpanningWorld(World):
             self._listener.close()
         self._store = self._listener = None
         self._domain.close(all_close)
-
-
-def _wire_group(ranks: tuple[int, ...], group: World | None, theirs: Sequence[object]) -> None:
-    """Wire a group, after a check that all ranks of its world asked for the same one."""
-    for rank, other in enumerate(theirs):
-        assert isinstance(other, tuple)
-        if other[0] != ranks:
-            raise ConfigError(f"rank {rank} asks for a group of {list(other[0])} while another asks for {list(ranks)}")
-    if group is not None:
-        descriptors = [other[1] for other in theirs if isinstance(other, tuple)]
-        group.wire([descriptors[rank] for rank in ranks])
-
-
-def _mark_forked() -> None:
-    for world in _WORLDS:
-        world._forked = True
-
-
-os.register_at_fork(after_in_child=_mark_forked)  # cheaper than a call of getpid in every method

@@ -4,9 +4,11 @@ Read first: `layer.py`, then `differentiable.py` (the exchange with gradients, w
 functions over rows are in `raymoe/rows/`; they need no world.
 """
 
+from raymoe.moe.by_name import exchange_of as exchange_of
 from raymoe.moe.differentiable import ExpertRows as ExpertRows
 from raymoe.moe.differentiable import combine as combine
 from raymoe.moe.differentiable import dispatch as dispatch
+from raymoe.moe.differentiable import dispatch_exact as dispatch_exact
 from raymoe.moe.grouped import grouped_linear as grouped_linear
 from raymoe.moe.grouped import grouped_swiglu as grouped_swiglu
 from raymoe.moe.layer import LayerForm as LayerForm

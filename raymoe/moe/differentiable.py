@@ -1,9 +1,9 @@
 """Dispatch and combine with gradients, as custom operators of torch.
 
-The four operators are `raymoe::dispatch`, `raymoe::combine`, and their backward passes `raymoe::combine_gradients` and
-`raymoe::dispatch_gradients`. They take an exchange as a few numbers (`Exchange.numbers`): its handle, by which the
-kernels find it, and the sizes of results. Everything else is in tensors. So `torch.compile` traces through them without
-an exchange, and selective checkpointing sees them by name.
+The operators are `raymoe::dispatch`, `raymoe::dispatch_exact`, `raymoe::combine`, and their backward passes
+`raymoe::combine_gradients` and `raymoe::dispatch_gradients`. They take an exchange as a few numbers
+(`Exchange.numbers`): its handle, by which the kernels find it, and the sizes of results. Everything else is in tensors.
+So `torch.compile` traces through them without an exchange, and selective checkpointing sees them by name.
 
 - The backward of dispatch is a combine without weights, which also returns the gradients of the weights. Each entry
   (token, k) has its expert on one rank, which sends one float32 for it.
@@ -42,8 +42,8 @@ class ExpertRows:
     so are the gradients that reach them.
     """
 
-    x: torch.Tensor  # [C, H], with gradients
-    weights: torch.Tensor  # float32[C], with gradients; zero in gaps
+    x: torch.Tensor  # [C, H], with gradients; [n, H] of `dispatch_exact`
+    weights: torch.Tensor  # float32[C] or [n], with gradients; zero in gaps
     expert_offsets: torch.Tensor  # int32[L + 1]
     expert_counts: torch.Tensor  # int32[L]
     exchange: Exchange
@@ -81,24 +81,53 @@ def dispatch(
     >>> y.tolist(), x.grad.tolist(), weights.grad.tolist()
     ([[1.5, 1.5, 1.5, 1.5]], [[1.5, 1.5, 1.5, 1.5]], [[8.0, 8.0]])
     """
+    return _dispatch_by(_ops.dispatch, exchange, (x, topk_idx, topk_weights), num_tokens, site)
+
+
+def dispatch_exact(
+    exchange: Exchange,
+    x: torch.Tensor,
+    topk_idx: torch.Tensor,
+    topk_weights: torch.Tensor,
+    num_tokens: torch.Tensor | None = None,
+    *,
+    site: int = 0,
+) -> ExpertRows:
+    """Do what `dispatch` does, for a result that has the n rows up to the last offset alone.
+
+    On GPUs the host waits for that number, so this cannot be captured. Nothing is copied or padded for it, forward or
+    backward.
+    """
+    return _dispatch_by(_ops.dispatch_exact, exchange, (x, topk_idx, topk_weights), num_tokens, site)
+
+
+def _dispatch_by(
+    operator: Any, exchange: Exchange, tokens: tuple[torch.Tensor, ...], num_tokens: object, site: int
+) -> ExpertRows:
     if num_tokens is not None and not isinstance(num_tokens, torch.Tensor):
         raise ConfigError(f"num_tokens is {num_tokens!r}; with gradients it is an int32[1] tensor beside x")
     refuse_derivatives("dispatch")
     count = [] if num_tokens is None else [num_tokens]
-    rows, weights, offsets, counts, metadata = _ops.dispatch(exchange.numbers, site, x, topk_idx, topk_weights, count)
+    rows, weights, offsets, counts, metadata = operator(exchange.numbers, site, *tokens, count)
     if torch.compiler.is_compiling():
         exchange.calls_made.add_(counts[:1])
-    return ExpertRows(rows, weights, offsets, counts, exchange, [topk_idx, metadata, offsets, *count], site)
+    return ExpertRows(rows, weights, offsets, counts, exchange, [tokens[1], metadata, offsets, *count], site)
 
 
 def combine(exchange: Exchange, rows: torch.Tensor, got: ExpertRows, weighted: bool = True) -> torch.Tensor:
     """Sum the experts' results of each token into `y[T', H]`, with gradients for `rows` and for the weights.
 
     With `weighted`, this applies the weights and saves `rows` for the backward pass. Without, the experts have applied
-    `got.weights`, which costs them less than it costs here.
+    `got.weights`, which costs them less than it costs here. `rows` has the rows of `got.x`. On CPU ranks it may have
+    fewer, down to the last offset.
     """
     if got.exchange is not exchange:
         raise ConfigError("got comes from another exchange; combine takes the result of this exchange's dispatch")
+    if rows.device.type != "cpu" and rows.shape[0] != got.x.shape[0]:
+        raise ConfigError(
+            f"rows has {rows.shape[0]} rows, and got.x has {got.x.shape[0]}: give as many; dispatch_exact "
+            "gives those that came alone"
+        )
     refuse_derivatives("combine")
     y, called = _ops.combine(exchange.numbers, got.site, rows, got.weights, got.routing, weighted)
     if torch.compiler.is_compiling():
@@ -115,14 +144,18 @@ def refuse(exchange: Exchange, got: ExpertRows) -> None:
 # The operators. `torch.library.custom_op` would load torch's compiler at the first call, which takes a second.
 
 _DEVICES = ("cpu", "cuda")
+_DISPATCH = (
+    "(SymInt[] exchange, SymInt site, Tensor x, Tensor topk_idx, Tensor topk_weights, Tensor[] num_tokens)"
+    " -> (Tensor rows, Tensor weights, Tensor expert_offsets, Tensor expert_counts, Tensor metadata)"
+)
 _SCHEMAS = {
-    "dispatch": "(SymInt[] exchange, SymInt site, Tensor x, Tensor topk_idx, Tensor topk_weights, Tensor[] num_tokens)"
-    " -> (Tensor rows, Tensor weights, Tensor expert_offsets, Tensor expert_counts, Tensor metadata)",
+    "dispatch": _DISPATCH,
+    "dispatch_exact": _DISPATCH,
     "combine": "(SymInt[] exchange, SymInt site, Tensor rows, Tensor weights, Tensor[] routing, bool weighted)"
     " -> (Tensor y, Tensor called)",
     "combine_gradients": "(SymInt[] exchange, SymInt site, Tensor rows, Tensor weights, Tensor[] routing)"
     " -> (Tensor dx, Tensor dweights)",
-    "dispatch_gradients": "(SymInt[] exchange, SymInt site, Tensor dy, Tensor[] routing) -> Tensor",
+    "dispatch_gradients": "(SymInt[] exchange, SymInt site, Tensor dy, Tensor[] routing, SymInt rows) -> Tensor",
 }
 for _name, _schema in _SCHEMAS.items():
     torch.library.define(f"raymoe::{_name}", _schema, tags=torch.Tag.pt2_compliant_tag)
@@ -130,13 +163,16 @@ _ops: Any = torch.ops.raymoe
 
 
 def _prepare_graph() -> None:
-    """Refuse torch.export, and let the compiler that traces keep the order of the four. All fake kernels call this."""
+    """Refuse torch.export, and let the compiler that traces keep the order of all. All fake kernels call this."""
     if torch.compiler.is_exporting():
         raise ConfigError(
             "dispatch or combine inside torch.export: an exchange belongs to the processes that made it, so no "
             "exported program can hold it; export the parts around it, or call torch.compile"
         )
     keep_order(*(getattr(_ops, name).default for name in _SCHEMAS))
+
+
+_Outputs = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]
 
 
 @torch.library.impl("raymoe::dispatch", _DEVICES)
@@ -147,15 +183,42 @@ def _dispatch(
     topk_idx: torch.Tensor,
     topk_weights: torch.Tensor,
     num_tokens: list[torch.Tensor],
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+) -> _Outputs:
     used = _exchange_of(exchange)
-    rows = _new_rows(used, x.dtype) if used.spec.layout == "expert" else None
-    got = used.dispatch_unkept(Tokens(x, topk_idx, topk_weights, _only(num_tokens), site=site), rows)
-    rows = expert_major(got) if rows is None else rows
-    # On GPUs they are views of one block of metadata. Outputs must not share memory, so they are copied.
-    small = (got.weights, got.expert_offsets, got.expert_counts)
-    weights, offsets, counts = (part.clone() if used.world.device.type == "cuda" else part for part in small)
-    return rows, weights, offsets, counts, used.pack(got)
+    rows, got = _dispatched(used, Tokens(x, topk_idx, topk_weights, _only(num_tokens), site=site))
+    return rows, *_owned(used, got.weights, got.expert_offsets, got.expert_counts), used.pack(got)
+
+
+@torch.library.impl("raymoe::dispatch_exact", _DEVICES)
+def _dispatch_exact(
+    exchange: list[int],
+    site: int,
+    x: torch.Tensor,
+    topk_idx: torch.Tensor,
+    topk_weights: torch.Tensor,
+    num_tokens: list[torch.Tensor],
+) -> _Outputs:
+    used = _exchange_of(exchange)
+    rows, got = _dispatched(used, Tokens(x, topk_idx, topk_weights, _only(num_tokens), site=site))
+    there = got.count()
+    small = _owned(used, got.weights[:there], got.expert_offsets, got.expert_counts)
+    return rows[:there], *small, used.pack(got)
+
+
+def _dispatched(used: Exchange, tokens: Tokens) -> tuple[torch.Tensor, Dispatched]:
+    """Dispatch into new memory; return all C rows, expert by expert, and the result."""
+    rows = _new_rows(used, tokens.x.dtype) if used.spec.layout == "expert" else None
+    got = used.dispatch_unkept(tokens, rows)
+    return expert_major(got) if rows is None else rows, got
+
+
+def _owned(
+    used: Exchange, weights: torch.Tensor, offsets: torch.Tensor, counts: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Copy what is, on GPUs, views of one block of metadata: an operator's outputs must not share memory."""
+    if used.world.device.type != "cuda":
+        return weights, offsets, counts
+    return weights.clone(), offsets.clone(), counts.clone()
 
 
 def _fake_dispatch(
@@ -165,12 +228,28 @@ def _fake_dispatch(
     topk_idx: torch.Tensor,
     topk_weights: torch.Tensor,
     num_tokens: list[torch.Tensor],
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+) -> _Outputs:
     del site, topk_idx, num_tokens
+    return _fake_outputs(exchange, x, topk_weights, exchange[1])
+
+
+def _fake_dispatch_exact(
+    exchange: list[int],
+    site: int,
+    x: torch.Tensor,
+    topk_idx: torch.Tensor,
+    topk_weights: torch.Tensor,
+    num_tokens: list[torch.Tensor],
+) -> _Outputs:
+    del site, topk_idx, num_tokens
+    return _fake_outputs(exchange, x, topk_weights, torch.library.get_ctx().new_dynamic_size())
+
+
+def _fake_outputs(exchange: list[int], x: torch.Tensor, topk_weights: torch.Tensor, there: Any) -> _Outputs:
     _prepare_graph()
-    _, capacity, local, words = exchange
+    _, _, local, words = exchange
     offsets, counts, metadata = (x.new_empty(size, dtype=torch.int32) for size in (local + 1, local, words))
-    return x.new_empty(capacity, x.shape[1]), topk_weights.new_empty(capacity), offsets, counts, metadata
+    return x.new_empty(there, x.shape[1]), topk_weights.new_empty(there), offsets, counts, metadata
 
 
 @torch.library.impl("raymoe::combine", _DEVICES)
@@ -220,9 +299,16 @@ def _fake_combine_gradients(
 
 
 @torch.library.impl("raymoe::dispatch_gradients", _DEVICES)
-def _dispatch_gradients(exchange: list[int], site: int, dy: torch.Tensor, routing: list[torch.Tensor]) -> torch.Tensor:
-    """The backward pass of combine: dy of an entry's token in the entry's place."""
-    used, dy = _exchange_of(exchange), dy.contiguous()
+def _dispatch_gradients(
+    exchange: list[int], site: int, dy: torch.Tensor, routing: list[torch.Tensor], rows: int
+) -> torch.Tensor:
+    """The backward pass of combine: dy of an entry's token in the entry's place. `rows` is the length of the result."""
+    moved = _moved_gradients(_exchange_of(exchange), site, dy.contiguous(), routing)
+    return moved if len(moved) == rows else moved[:rows]
+
+
+def _moved_gradients(used: Exchange, site: int, dy: torch.Tensor, routing: list[torch.Tensor]) -> torch.Tensor:
+    """Dispatch dy to the places of an earlier dispatch: [C, H]."""
     rows, weights = _new_rows(used, dy.dtype), torch.zeros(routing[0].shape, device=dy.device)
     got = _restored(used, site, rows, weights, routing)
     if used.keeps_places:
@@ -238,11 +324,11 @@ def _dispatch_gradients(exchange: list[int], site: int, dy: torch.Tensor, routin
 
 
 def _fake_dispatch_gradients(
-    exchange: list[int], site: int, dy: torch.Tensor, routing: list[torch.Tensor]
+    exchange: list[int], site: int, dy: torch.Tensor, routing: list[torch.Tensor], rows: int
 ) -> torch.Tensor:
-    del site, routing
+    del exchange, site, routing
     _prepare_graph()
-    return dy.new_empty(exchange[1], dy.shape[1])
+    return dy.new_empty(rows, dy.shape[1])
 
 
 # The backward passes by themselves. Their types let mypy check the arguments; those of torch's operators it cannot see.
@@ -256,9 +342,11 @@ def return_gradients(
     return dx, dweights
 
 
-def send_gradients(numbers: list[int], site: int, dy: torch.Tensor, routing: list[torch.Tensor]) -> torch.Tensor:
-    """Do the backward pass of a combine; `numbers` are those of its exchange."""
-    moved: torch.Tensor = _ops.dispatch_gradients(numbers, site, dy, routing)
+def send_gradients(
+    numbers: list[int], site: int, dy: torch.Tensor, routing: list[torch.Tensor], rows: int | None = None
+) -> torch.Tensor:
+    """Do the backward pass of a combine of `rows` rows, by default C; `numbers` are those of its exchange."""
+    moved: torch.Tensor = _ops.dispatch_gradients(numbers, site, dy, routing, numbers[1] if rows is None else rows)
     return moved
 
 
@@ -296,7 +384,10 @@ def _restored(
 ) -> Dispatched:
     """Make the result of the dispatch again that this combines."""
     topk_idx, metadata, _, *num_tokens = routing
-    return exchange.unpack(metadata, rows, weights, Ids(topk_idx, *num_tokens), site)
+    got = exchange.unpack(metadata, rows, weights, Ids(topk_idx, *num_tokens), site)
+    if rows.device.type != "cpu":
+        got.counted = len(rows)  # `combine` has compared it with the rows of the dispatch
+    return got
 
 
 def _save_for_dispatch(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, ...]) -> None:
@@ -321,7 +412,7 @@ def _refuse_second_derivative(*gradients: torch.Tensor) -> None:
 
 def _save_for_combine(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, ...]) -> None:
     exchange, site, rows, weights, routing, weighted = inputs
-    ctx.exchange, ctx.site, ctx.weighted = exchange, site, weighted
+    ctx.exchange, ctx.site, ctx.weighted, ctx.rows = exchange, site, weighted, rows.shape[0]
     ctx.save_for_backward(*routing, *([rows, weights] if weighted else []))
     ctx.mark_non_differentiable(output[1])
 
@@ -330,18 +421,24 @@ def _combine_backward(ctx: Any, dy: torch.Tensor, *_: object) -> tuple[Any, ...]
     _refuse_second_derivative(dy)
     saved = list(ctx.saved_tensors)
     rows, weights = (saved.pop(-2), saved.pop()) if ctx.weighted else (None, None)
-    moved = send_gradients(ctx.exchange, ctx.site, dy, saved)
+    moved = send_gradients(ctx.exchange, ctx.site, dy, saved, ctx.rows)
     nothing = [None] * len(saved)
     if rows is None or weights is None:
         return None, None, moved, None, nothing, None
     needs_weights = ctx.needs_input_grad[3]
-    dweights = weigh_gradients(moved, weights, saved[2], rows if needs_weights else None)
+    missing = weights.shape[0] - rows.shape[0]
+    used = weights[: rows.shape[0]] if missing else weights
+    dweights = weigh_gradients(moved, used, saved[2], rows if needs_weights else None)
+    if missing and needs_weights:
+        dweights = torch.nn.functional.pad(dweights, (0, missing))
     return None, None, moved, dweights if needs_weights else None, nothing, None
 
 
 torch.library.register_fake("raymoe::dispatch", _fake_dispatch)
+torch.library.register_fake("raymoe::dispatch_exact", _fake_dispatch_exact)
 torch.library.register_fake("raymoe::combine", _fake_combine)
 torch.library.register_fake("raymoe::combine_gradients", _fake_combine_gradients)
 torch.library.register_fake("raymoe::dispatch_gradients", _fake_dispatch_gradients)
 torch.library.register_autograd("raymoe::dispatch", _dispatch_backward, setup_context=_save_for_dispatch)
+torch.library.register_autograd("raymoe::dispatch_exact", _dispatch_backward, setup_context=_save_for_dispatch)
 torch.library.register_autograd("raymoe::combine", _combine_backward, setup_context=_save_for_combine)

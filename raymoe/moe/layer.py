@@ -12,7 +12,7 @@ from torch import nn
 
 from raymoe.errors import ConfigError
 from raymoe.exchange.backend import Tokens
-from raymoe.exchange.exchange import Exchange
+from raymoe.exchange.shared import SharedExchanges
 from raymoe.exchange.spec import ExchangeSpec
 from raymoe.memory.world import World
 from raymoe.moe.beside import SideStream
@@ -90,7 +90,7 @@ class MoELayer(nn.Module):
         """
         super().__init__()
         spec = replace(spec, padding="zero")  # for the gradients of weights
-        exchanges = world.shared(LayerExchanges)
+        exchanges = world.shared(SharedExchanges)
         self.world, self.exchange = world, exchanges.of(spec, backend, sms)
         self.number = exchanges.next_number()
         """Its number among the layers of the world, from 1, the same on all ranks: steps of different layers are
@@ -118,7 +118,7 @@ class MoELayer(nn.Module):
         tokens: int,
         backend: str = "auto",
         sms: int | str = "auto",
-        capacity: int | str = "worst",
+        capacity: int | float | str = "worst",
     ) -> Self:
         """Make a layer that computes what a block of transformers does, with this rank's share of its experts.
 
@@ -220,38 +220,6 @@ class MoELayer(nn.Module):
         layer = memo[id(self)] = type(self).__new__(type(self))
         layer.__dict__.update(copy.deepcopy(self.__dict__, memo))
         return layer
-
-
-class LayerExchanges:
-    """The exchanges of a world's layers, one for each spec, backend and number of SMs. All ranks make layers in one
-    order."""
-
-    def __init__(self, world: World) -> None:
-        self._world = world
-        self._exchanges: dict[tuple[ExchangeSpec, str, int | str], Exchange] = {}
-        self._layers = 0
-
-    def next_number(self) -> int:
-        """Number a new layer."""
-        self._layers += 1
-        return self._layers
-
-    def of(self, spec: ExchangeSpec, backend: str, sms: int | str = "auto") -> Exchange:
-        """Return the exchange of this spec; the first call makes it."""
-        key = spec, backend, sms
-        if key not in self._exchanges:
-            self._exchanges[key] = Exchange(self._world, spec, backend, sms=sms)
-        return self._exchanges[key]
-
-    def check(self) -> None:
-        """Wait for the device, then raise what failed on this rank (`Exchange.check`)."""
-        for exchange in self._exchanges.values():
-            exchange.check()
-
-    def close(self, together: bool) -> None:
-        """Close them with the world."""
-        for exchange in reversed(self._exchanges.values()):
-            exchange.close(together)
 
 
 class Mlp(nn.Module):

@@ -208,9 +208,9 @@ and the many slots of small messages. An estimate, on the large side."""
 
 
 def spec_of(job: Job) -> ExchangeSpec:
-    """Return the spec of the exchange that a job asks for."""
+    """Return the spec of the exchange that a job asks for, with a number of rows where its capacity is a factor."""
     shape, exchange = job.shape, job.exchange
-    return ExchangeSpec(
+    spec = ExchangeSpec(
         tokens=shape.tokens,
         hidden=shape.hidden,
         experts=shape.experts,
@@ -224,6 +224,7 @@ def spec_of(job: Job) -> ExchangeSpec:
         output=exchange.output,
         transport=exchange.transport,
     )
+    return spec.counted(job.world.ranks)
 
 
 def batches_of(batch_bytes: int) -> int:

@@ -109,7 +109,7 @@ def drawn(backend: str, size: int, seed: int, count: int) -> list[Case]:
         )
         if spec.tokens * spec.topk * spec.hidden < ELEMENTS:
             routing = tuple(str(kind) for kind in rng.choice(ROUTINGS, 4))
-            flags = [bool(flag) for flag in rng.integers(0, 2, 5)]
+            flags = [bool(flag) for flag in rng.integers(0, 2, 6)]
             cases.append(Case(size, spec, backend, routing, int(rng.integers(2**16)), *flags))
     return cases
 

@@ -274,7 +274,7 @@ class CpuBackend:
         routes = SavedRoutes(plan, arrived.counts, arrived.where, self._dispatches, arrived.inside)
         state = SavedPlacement(placement, routes)
         refusal = state.refusal
-        self._own_refusal = DataRefused(refusal.sentence(self._rank, self._spec, self._size)) if refusal else None
+        self._own_refusal = refusal.error(self._rank, self._spec, self._size) if refusal else None
         x, index = (arrived.table, self._index(arrived, placement)) if out is None else (out, None)
         if out is not None and len(placement.index):
             rows = out[: len(placement.index)]

@@ -35,6 +35,7 @@ class Case:
     weighted: bool = True
     given: bool = False  # memory given by the caller
     wide_topk_idx: bool = True
+    exact: bool = False  # combine the rows that came alone: the host reads their number
 
 
 @dataclass
@@ -161,7 +162,10 @@ def run_step(exchange: Exchange, case: Case, batch: Batch) -> Result:
         count = torch.tensor([count], dtype=torch.int32, device=device)
     got = exchange.dispatch(own.x, own.ids, own.weights, count, out=out if spec.layout == "expert" else None)
     x = expert_major(got)
-    y = exchange.combine(apply_experts(exchange, got, x), got, weighted=case.weighted, out=into)
+    rows = apply_experts(exchange, got, x)
+    if case.exact:  # in memory of their own, after which nothing is
+        rows = rows[: len(got.exact().weights)].clone()
+    y = exchange.combine(rows, got, weighted=case.weighted, out=into)
     exchange.check()
     return result_of(got, x, y)
 

@@ -51,7 +51,7 @@ def cases(draw: st.DrawFn, backend: str) -> Case:
         padding=draw(st.sampled_from(["any", "zero"])),
         alignment=draw(st.sampled_from([1, 3, 8, 16])),
     )
-    flags = [draw(st.booleans()) for _ in range(5)]
+    flags = [draw(st.booleans()) for _ in range(6)]
     routing = tuple(draw(st.lists(st.sampled_from(ROUTINGS), min_size=1, max_size=4)))
     return Case(ranks, spec, backend, routing, draw(st.integers(0, 2**16)), *flags)
 

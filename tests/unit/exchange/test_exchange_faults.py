@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import pickle
 import signal
 import threading
 import time
@@ -152,6 +153,29 @@ def test_all_ranks_raise_on_more_rows_than_the_capacity(pool: RankPool, backend:
         assert report["nan"]
         assert report["counts"] == [0, 0]
         judge_combine(case, batches(case, 1)[rank], y)
+
+
+def overflow_by_two_ranks(world: World) -> tuple[int, int, int | None, str]:
+    """Let rank 0 receive 12 rows and rank 1 36, in an exchange whose capacity is a factor."""
+    spec = ExchangeSpec(tokens=12, hidden=8, experts=2, topk=2, dtype="float32", alignment=1, capacity=0.25)
+    with Exchange(world, spec) as exchange:
+        ids = torch.tensor([[0, 1], [1, 1]]).repeat(6, 1)
+        got = exchange.dispatch(torch.ones(12, 8), ids, torch.ones(12, 2))
+        with pytest.raises(DataRefused) as refused:
+            exchange.combine(torch.zeros(exchange.spec.rows(2), 8), got)
+        none = torch.full((1, 2), 2)
+        with pytest.raises(DataRefused) as other:
+            exchange.combine(
+                torch.zeros(exchange.spec.rows(2), 8), exchange.dispatch(torch.ones(1, 8), none, torch.ones(1, 2))
+            )
+        assert other.value.rows_needed is None
+        needed = pickle.loads(pickle.dumps(refused.value)).rows_needed
+    return exchange.spec.rows(2), len(got.weights), needed, str(refused.value)
+
+
+def test_refused_data_tells_the_most_rows_that_a_rank_needed(pool: RankPool) -> None:
+    says = "12 rows, gaps included, came to rank 0; its capacity is 6: raise exchange.capacity"
+    assert pool.run(2, overflow_by_two_ranks) == [(6, 6, 36, says)] * 2
 
 
 def combine_differently(world: World, case: Case, how: str) -> tuple[dict[str, Any], Any]:

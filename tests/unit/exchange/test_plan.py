@@ -135,6 +135,18 @@ def test_the_worst_capacity_holds_the_worst_routings(T: int, L: int, K: int, R: 
 
 
 @pytest.mark.parametrize(
+    ("factor", "rows"),
+    [(1.0, 24 + 2 * 3), (1.25, 30 + 2 * 3), (1.26, 31 + 2 * 3), (3.0, 72 + 2 * 3), (100.0, 72 + 2 * 3)],
+)
+def test_a_capacity_as_a_factor_is_of_the_rows_of_a_rank_plus_gaps(factor: float, rows: int) -> None:
+    spec = ExchangeSpec(tokens=12, hidden=16, experts=6, topk=2, alignment=4, capacity=factor)
+    assert spec.rows(3) == -(-rows // 4) * 4 == spec.counted(3).capacity == spec.counted(3).rows(3)
+    assert ExchangeSpec(tokens=12, hidden=16, experts=6, topk=2, capacity=1).rows(3) == 1
+    with pytest.raises(ConfigError, match="count its rows first"):
+        spec.inside(2)
+
+
+@pytest.mark.parametrize(
     ("change", "says"),
     [
         ({"tokens": 0}, "tokens is 0; a whole number of at least 1"),
@@ -154,6 +166,8 @@ def test_the_worst_capacity_holds_the_worst_routings(T: int, L: int, K: int, R: 
         ({"depth": -1}, "depth is -1"),
         ({"capacity": "best"}, "capacity is 'best'"),
         ({"capacity": 0}, "capacity is 0"),
+        ({"capacity": 0.0}, "capacity is 0.0"),
+        ({"capacity": float("nan")}, "or a factor of the mean: a float above 0"),
         ({"capacity": 2**31}, "capacity is 2147483648; it is 'worst' or a number of rows, 1 to 2147483647"),
         ({"alignment": -4}, "alignment is -4"),
         ({"alignment": 1 << 30, "capacity": 64}, "alignment is 1073741824; at most 65536 is supported"),

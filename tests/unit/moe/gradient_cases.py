@@ -8,7 +8,7 @@ import torch
 
 from raymoe.errors import DataRefused
 from raymoe.memory.world import World
-from raymoe.moe.differentiable import ExpertRows, combine, dispatch
+from raymoe.moe.differentiable import ExpertRows, combine, dispatch, dispatch_exact
 from raymoe.moe.expert_rows import Groups
 from tests.unit.exchange.exchange_cases import Batch, Case, batches, expert_major, open_exchange
 
@@ -54,7 +54,7 @@ def run_gradients(world: World, case: Case) -> list[Gradients]:
             x, weights = batch.x.requires_grad_(), batch.weights.requires_grad_()
             scale = scales_of(case)[world.rank * local :][:local].float().to(world.device).requires_grad_()
             count = torch.tensor([batch.num_tokens], dtype=torch.int32, device=x.device) if case.prefix else None
-            got = dispatch(exchange, x, batch.ids, weights, count)
+            got = (dispatch_exact if case.exact else dispatch)(exchange, x, batch.ids, weights, count)
             rows = apply(got, scale, world.rank * local, case.weighted)
             y = combine(exchange, rows, got, weighted=case.weighted)
             (y.double() * loss_weights(case, world.rank, len(x)).to(x.device)).sum().backward()

@@ -166,7 +166,7 @@ def test_tracing_needs_no_exchange() -> None:
         x, ids, weights = torch.empty(3, 8), torch.empty(3, 2, dtype=torch.int64), torch.empty(3, 2)
         rows, places, offsets, counts, metadata = torch.ops.raymoe.dispatch([99, 40, 4, 11], 0, x, ids, weights, [])
         y, called = torch.ops.raymoe.combine([99, 40, 4, 11], 0, rows, places, [ids, metadata, offsets], True)
-        known = torch.ops.raymoe.dispatch_gradients([99, 40, 4, 11], 0, x, [ids, metadata, offsets])
+        known = torch.ops.raymoe.dispatch_gradients([99, 40, 4, 11], 0, x, [ids, metadata, offsets], 40)
     sizes = [list(each.shape) for each in (rows, places, offsets, counts, metadata, y, called, known)]
     assert sizes == [[40, 8], [40], [5], [4], [11], [3, 8], [1], [40, 8]]
 

@@ -15,7 +15,7 @@ from raymoe.exchange.exchange import Exchange
 from raymoe.exchange.nccl.nccl_backends import NcclAllgather
 from raymoe.exchange.spec import ExchangeSpec
 from raymoe.memory.world import World
-from raymoe.moe.differentiable import combine, dispatch
+from raymoe.moe.differentiable import combine, dispatch, dispatch_exact
 from tests.unit.exchange.exchange_cases import ROUTINGS, Case, batches, open_exchange
 from tests.unit.exchange.test_exchange import BACKENDS, ON_TENSORS
 from tests.unit.moe.gradient_cases import (
@@ -48,6 +48,50 @@ def test_gradients_equal_autograd_in_float64(pool: RankPool, backend: str, layou
     spec = ExchangeSpec(tokens=7, hidden=8, experts=6, topk=3, dtype="float32", layout=layout, depth=int(weighted))
     case = Case(2, spec, backend, ROUTINGS, seed=3, weighted=weighted)
     judge_gradients(case, pool.run(2, run_gradients, case), bound=2e-6)
+
+
+@pytest.mark.one_in(2)
+@pytest.mark.parametrize("layout", ["expert", "rank"])
+@pytest.mark.parametrize("backend", ["host", *ON_TENSORS])
+@pytest.mark.parametrize("weighted", [True, False])
+def test_gradients_of_exact_rows_equal_autograd_in_float64(
+    pool: RankPool, backend: str, layout: str, weighted: bool
+) -> None:
+    spec = ExchangeSpec(
+        tokens=7, hidden=16, experts=6, topk=3, dtype="float32", layout=layout, padding="zero", alignment=3
+    )
+    case = Case(2, spec, backend, ROUTINGS, seed=5, weighted=weighted, exact=True)
+    judge_gradients(case, pool.run(2, run_gradients, case), bound=2e-6)
+
+
+def test_an_exact_dispatch_has_the_rows_that_came_and_no_padding(alone: Exchange) -> None:
+    x, ids, weights = inputs()
+    whole, exact = (each(alone, x, ids, weights) for each in (dispatch, dispatch_exact))
+    there = int(whole.expert_offsets[-1])
+    assert exact.x.shape == (there, 8) and exact.weights.shape == (there,) and there < len(whole.x)
+    torch.testing.assert_close((exact.x, exact.weights), (whole.x[:there], whole.weights[:there]))
+    shorter = combine(alone, torch.tanh(whole.x[:there]), whole)
+    torch.testing.assert_close(combine(alone, torch.tanh(exact.x), exact), shorter)
+    shorter.sum().backward()
+    assert weights.grad is not None and bool(weights.grad.isfinite().all())
+    with pytest.raises(ConfigError, match=f"rows has 1 rows, and {there} came, gaps included"):
+        combine(alone, whole.x[:1], whole)
+
+
+def test_exact_rows_can_be_traced_where_torch_takes_sizes_of_data(alone: Exchange) -> None:
+    def layer(x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+        got = dispatch_exact(alone, x, ids, weights)
+        return combine(alone, torch.tanh(got.x), got)
+
+    with torch._dynamo.config.patch(capture_dynamic_output_shape_ops=True):
+        compiled = torch.compile(layer, backend="aot_eager", fullgraph=True)
+        results = []
+        for run in (layer, compiled):
+            x, ids, weights = inputs()
+            y = run(x, ids, weights)
+            y.square().sum().backward()
+            results.append((y, x.grad, weights.grad))
+    torch.testing.assert_close(results[1], results[0])
 
 
 def sum_weights(world: World, case: Case) -> tuple[torch.Tensor, torch.Tensor]:
@@ -234,7 +278,9 @@ def test_operators_pass_opcheck(alone: Exchange, monkeypatch: pytest.MonkeyPatch
             combined = alone.numbers, 3, rows, places, got.routing, weighted
             torch.library.opcheck(ops.combine, combined)
         torch.library.opcheck(ops.combine_gradients, (alone.numbers, 3, rows.detach(), places.detach(), got.routing))
-        torch.library.opcheck(ops.dispatch_gradients, (alone.numbers, 3, x.detach(), got.routing))
+        for length in (len(rows), int(got.expert_offsets[-1])):
+            known = alone.numbers, 3, x.detach(), got.routing, length
+            torch.library.opcheck(ops.dispatch_gradients, known)
 
 
 def test_compiled_layers_trace_whole_forward_and_backward(alone: Exchange) -> None:

@@ -28,6 +28,8 @@ def test_a_smaller_capacity_or_a_narrow_wire_needs_less_memory() -> None:
     worst = bytes_of(4096)
     rows = 4 * 4096 * 8 + 64 * 15
     assert worst - bytes_of(4096, "exchange.capacity=40000") == pytest.approx(2 * (rows - 40000) * 14336, rel=1e-2)
+    by_factor = 1.25 * 4096 * 8 + 64 * 15
+    assert worst - bytes_of(4096, "exchange.capacity=1.25") == pytest.approx(2 * (rows - by_factor) * 14336, rel=1e-2)
     assert worst - bytes_of(4096, "exchange.wire=float8_e4m3") == pytest.approx(8 * 4096 * (14336 - 7392), rel=1e-2)
 
 
