@@ -32,10 +32,11 @@ from raymoe.gang.messages import (
 from raymoe.gang.private_ray import private_ray
 from raymoe.report.directory import RunDirectory, write_atomically
 from raymoe.report.environment import environment
+from raymoe.report.history import numbered
 from raymoe.report.opening import open_directory
 from raymoe.report.progress import ProgressBar
 from raymoe.report.ray_job import version_notice
-from raymoe.report.results import STOPPED, Generation, Record, Summary, complete
+from raymoe.report.results import RESTART, RESUME, START, STOPPED, Generation, Record, Summary, complete
 from raymoe.report.storage import Mirror
 from raymoe.report.tables import render
 from raymoe.report.trace import ChromeTrace
@@ -101,6 +102,7 @@ class Recorder:
     generations: list[Generation] = field(default_factory=list)
     trace: ChromeTrace = field(init=False)
     _ready_s: float | None = None
+    _number: int = 0  # of the generation that was ready last
 
     def __post_init__(self) -> None:
         self.trace = ChromeTrace(self.directory.run)
@@ -113,8 +115,10 @@ class Recorder:
             case Waiting(text):
                 self.progress.note(text)
             case Ready(generation, seconds, ranks):
-                self._ready_s = round(seconds, 3)
-                self.directory.write_environment({**self.facts, "generation": generation, "ranks": list(ranks)})
+                self._ready_s, self._number = round(seconds, 3), generation
+                known = {"generation": generation, "began": self._began(generation), "ready_s": self._ready_s}
+                document = {**self.facts, **known, "ranks": list(ranks)}
+                self.directory.write_environment(document, self.generations)
                 pids = ", ".join(f"rank {rank['rank']} pid {rank['pid']}" for rank in ranks)
                 self.progress.note(f"generation {generation}: {len(ranks)} ranks ready after {seconds:.1f} s ({pids})")
             case Progressed(case, done, total, step_s):
@@ -134,16 +138,23 @@ class Recorder:
                 for reason in dict.fromkeys(line["skipped"] for line in lines if line.get("skipped")):
                     self.progress.note(f"{case} is skipped: {reason}")
             case GenerationEnded(generation, cause, culprit, explanation, restarting):
-                self.generations.append(Generation(self._ready_s, cause, culprit))
+                began = self._began(generation)
+                self.generations.append(Generation(self._ready_s, cause, culprit, generation, began))
                 self._ready_s = None
                 if restarting:
                     self.progress.note(f"generation {generation}: {explanation}; starting the gang again")
+
+    def _began(self, generation: int) -> str:
+        if generation > self.directory.first_generation:
+            return RESTART
+        return RESUME if self.directory.resumed else START
 
     def summarise(self, outcome: RunOutcome) -> None:
         """Write summary.json. A generation whose end the driver did not report ends now."""
         if self._ready_s is not None:  # the driver crashed, hung, was too slow to stop or was ended
             cause = "stopped" if outcome.exit_code in STOPPED else "unknown"
-            self.generations.append(Generation(self._ready_s, cause, None))
+            began = self._began(self._number)
+            self.generations.append(Generation(self._ready_s, cause, None, self._number, began))
             self._ready_s = None
         summary = Summary.of(
             outcome.exit_code, outcome.message, self.cases, self.directory.finished(), self.generations
@@ -217,7 +228,8 @@ def _execute(job: Job, recorder: Recorder, request: Request) -> RunOutcome:
                 shutil.rmtree(ray, ignore_errors=True)
             raise
     if request.profile:
-        progress.note(f"the trace is {recorder.trace.write(directory.path)}")
+        trace = recorder.trace.write(directory.path, directory.first_generation)
+        progress.note(f"the trace is {trace}")
     return outcome
 
 
@@ -250,8 +262,9 @@ def _tidy(directory: RunDirectory, outcome: RunOutcome, generations: list[Genera
         return
     logs = [] if outcome.session is None else [f"Ray's logs are kept in {outcome.session / 'logs'}"]
     if outcome.output:
-        write_atomically(directory.path / DRIVER_LOG, outcome.output)
-        logs.append(f"the driver's output in {directory.path / DRIVER_LOG}")
+        log = directory.path / numbered(DRIVER_LOG, directory.first_generation)
+        write_atomically(log, outcome.output)
+        logs.append(f"the driver's output in {log}")
     if logs:
         progress.note(", ".join(logs))
 
@@ -281,9 +294,14 @@ def _driver(job: Job, directory: RunDirectory, request: Request) -> Work:
             configure(os.environ)
         from raymoe.gang.driver import Driver, DriverSettings
 
-        finished = frozenset(directory.finished())
-        return Driver(
-            DriverSettings(job, directory.run, request.address, finished, request.profile), send, stopped
-        ).run()
+        settings = DriverSettings(
+            job,
+            directory.run,
+            request.address,
+            frozenset(directory.finished()),
+            request.profile,
+            directory.first_generation,
+        )
+        return Driver(settings, send, stopped).run()
 
     return work
