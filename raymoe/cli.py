@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Annotated, cast
 import typer
 
 from raymoe import shell
-from raymoe.errors import RaymoeError, Stopped, printable
+from raymoe.errors import ConfigError, Problem, RaymoeError, Stopped, printable
 
 if TYPE_CHECKING:
     from raymoe.config import Job
@@ -143,14 +143,39 @@ def doctor(
 
 
 @app.command()
-def validate(config: Config, sets: Sets = None) -> None:
-    """Check a config, and print all its problems."""
-    job = _load(config, sets)
-    cases = len(job.cases())
-    ranks = job.world.ranks
+def validate(
+    configs: Annotated[list[str], typer.Argument(metavar="CONFIG...", help="Files, or names of packaged configs.")],
+    sets: Sets = None,
+) -> None:
+    """Check configs and their traces, and print all problems."""
+    errors = [error for config in configs if (error := _validate(config, sets)) is not None]
+    if len(configs) == 1 and errors:
+        raise errors[0]
+    if errors:
+        problems = [problem for error in errors for problem in error.problems or [_whole(error)]]
+        raise ConfigError(f"{len(errors)} of {len(configs)} configs are wrong; the first: {errors[0]}", problems)
+
+
+def _whole(error: ConfigError) -> Problem:
+    """Make the problem of an error that lists none."""
+    return Problem("", None, "", None, str(error))
+
+
+def _validate(config: str, sets: list[str] | None) -> ConfigError | None:
+    """Print that a config is valid, or return its error."""
+    try:
+        job = _load(config, sets)
+        if any(case.job.routing.kind == "trace" for case in job.cases()):  # importing numpy takes 0.1 s
+            from raymoe.workload.trace_file import check_traces
+
+            check_traces(job)
+    except ConfigError as error:
+        return error
+    cases, ranks = len(job.cases()), job.world.ranks
     workloads = " and ".join(dict.fromkeys(case.job.workload for case in job.cases()))
     valid = f"is valid: {workloads} on {ranks} rank{'s' * (ranks > 1)}, {cases} case{'s' * (cases > 1)}"
     print_result(f"{printable(config)} {valid}\n")
+    return None
 
 
 @app.command()

@@ -84,10 +84,28 @@ def _open(request: Request) -> tuple[Job, RunDirectory, Mirror | None]:
     if request.config is None:
         raise ConfigError("raymoe run needs a CONFIG (a file, or a name such as quickstart) or --resume DIR")
     job = load_job(request.config, request.sets)
+    _check_traces(job)
     if choose(request.address) is None:
         check_memory(job.world.ranks, bytes_per_rank(job))  # in a cluster, the chosen node checks its own memory
     directory, mirror = open_directory(request.out, job)
     return job, directory, mirror
+
+
+BLAS_THREADS = "OPENBLAS_NUM_THREADS"
+
+
+def _check_traces(job: Job) -> None:
+    """Read the traces of a job, if it has any. numpy would start threads at its import, and this process forks."""
+    if not any(case.job.routing.kind == "trace" for case in job.cases()):
+        return
+    threads = os.environ.get(BLAS_THREADS)
+    os.environ[BLAS_THREADS] = "1"
+    try:
+        from raymoe.workload.trace_file import check_traces
+    finally:
+        del os.environ[BLAS_THREADS]
+        os.environ.update({} if threads is None else {BLAS_THREADS: threads})
+    check_traces(job)
 
 
 @dataclass

@@ -26,6 +26,7 @@ from raymoe.report.ray_job import run_of
 from raymoe.report.results import Record
 from raymoe.report.transfer import copy_if_readable, unpack
 from raymoe.shell import Interrupted
+from raymoe.workload.trace_file import check_traces
 
 if TYPE_CHECKING:
     from raymoe.gang.jobs_api import JobsApi, JobState
@@ -43,6 +44,7 @@ def submit(
     config, request = load_submission(file, sets)
     named = address, request.address
     address = _address(*named)
+    check_traces(config)
     if dry_run:
         print(command_line(request, address), flush=True)
         return 0
