@@ -28,6 +28,7 @@ Address = Annotated[
     str | None,
     typer.Option(help="Dashboard of the cluster, http://HOST:8265. Default: RAY_API_SERVER_ADDRESS, else RAY_ADDRESS."),
 ]
+JobId = Annotated[str, typer.Argument(metavar="ID", help="The ID of a job, as submit printed it.")]
 Out = Annotated[Path | None, typer.Option(metavar="DIR", help="Copy the results there. Default: runs/ID.")]
 
 # Typer bundles click or depends on it, by version, and exports only this subclass of click's UsageError.
@@ -79,14 +80,30 @@ def submit(
 
 @app.command()
 def attach(
-    job: Annotated[str, typer.Argument(metavar="ID", help="The ID of a job, as submit printed it.")],
+    job: JobId,
     address: Address = None,
     out: Out = None,
 ) -> int:
-    """Follow a submitted job and copy its results."""
+    """Follow a submitted job and copy its results. Ctrl-C leaves the job running."""
     from raymoe.submit import attach
 
     return attach(job, address, out)
+
+
+@app.command()
+def stop(job: JobId, address: Address = None) -> int:
+    """Stop a submitted job."""
+    from raymoe.submit import stop
+
+    return stop(job, address)
+
+
+@app.command()
+def logs(job: JobId, address: Address = None) -> int:
+    """Print what a submitted job has printed so far."""
+    from raymoe.submit import logs
+
+    return logs(job, address)
 
 
 @app.command()

@@ -15,7 +15,7 @@ from pathlib import Path
 
 from raymoe.config import Job, job_from_resolved, load_job
 from raymoe.errors import CannotWrite, ClusterError, ConfigError, printable
-from raymoe.gang.address import choose
+from raymoe.gang.address import choose, needs_token
 from raymoe.gang.local_ray import configure, remove_session
 from raymoe.gang.main_process import Send, Stopped, Work, run_in_child
 from raymoe.gang.messages import (
@@ -236,9 +236,10 @@ def _execute(job: Job, recorder: Recorder, request: Request) -> RunOutcome:
     directory, progress = recorder.directory, recorder.progress
     recorder.facts = environment()
     directory.write_environment(recorder.facts)
+    token = needs_token(choose(request.address))
     with _own_ray(request) as ray:
         try:
-            outcome = run_in_child(_driver(job, directory, request), recorder.receive, keep_output=True)
+            outcome = run_in_child(_driver(job, directory, request, token), recorder.receive, keep_output=True)
             recorder.summarise(outcome)
             _tidy(directory, outcome, recorder.generations, progress)
         except (CannotWrite, Interrupted):
@@ -304,12 +305,14 @@ def _draw(directory: RunDirectory, progress: ProgressBar) -> None:
         progress.note(f"report.html or plots/ is missing, a bug in raymoe: {type(error).__name__}: {error}")
 
 
-def _driver(job: Job, directory: RunDirectory, request: Request) -> Work:
+def _driver(job: Job, directory: RunDirectory, request: Request, token: bool) -> Work:
     """Make the work of the child process. Only the child imports Ray."""
 
     def work(send: Send, stopped: Stopped) -> RunOutcome:
         if choose(request.address) is None:
             configure(os.environ)
+        if token:
+            os.environ["RAY_AUTH_MODE"] = "token"
         from raymoe.gang.driver import Driver, DriverSettings
 
         settings = DriverSettings(
