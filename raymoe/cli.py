@@ -180,12 +180,11 @@ def _whole(error: ConfigError) -> Problem:
 
 def _validate(config: str, sets: list[str] | None) -> ConfigError | None:
     """Print that a config is valid, or return its error."""
+    from raymoe.workload.traces import check_traces
+
     try:
         job = _load(config, sets)
-        if any(case.job.routing.kind == "trace" for case in job.cases()):  # importing numpy takes 0.1 s
-            from raymoe.workload.trace_file import check_traces
-
-            check_traces(job)
+        check_traces(job)
     except ConfigError as error:
         return error
     cases, ranks = len(job.cases()), job.world.ranks

@@ -14,8 +14,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from raymoe.config import Job, job_from_resolved, load_job
+from raymoe.doctor.examine import DEFAULT, DEFAULT_ON_GPUS, usable_gpus
 from raymoe.errors import CannotWrite, ClusterError, ConfigError, printable
 from raymoe.gang.address import choose, needs_token
+from raymoe.gang.local_gpus import visible_gpus
 from raymoe.gang.local_ray import configure, remove_session
 from raymoe.gang.main_process import Send, Stopped, Work, run_in_child
 from raymoe.gang.messages import (
@@ -43,6 +45,7 @@ from raymoe.report.trace import ChromeTrace
 from raymoe.shell import Interrupted, check_stdout
 from raymoe.workload.memory_needed import bytes_per_rank, check_memory
 from raymoe.workload.progress import in_words
+from raymoe.workload.traces import check_traces
 
 
 @dataclass(frozen=True)
@@ -83,29 +86,28 @@ def _open(request: Request) -> tuple[Job, RunDirectory, Mirror | None]:
         return job_from_resolved(directory.read_config()), directory, None
     if request.config is None:
         raise ConfigError("raymoe run needs a CONFIG (a file, or a name such as quickstart) or --resume DIR")
-    job = load_job(request.config, request.sets)
-    _check_traces(job)
+    config, notice = _config_for_here(request, request.config)
+    job = load_job(config, request.sets)
+    check_traces(job)
     if choose(request.address) is None:
         check_memory(job.world.ranks, bytes_per_rank(job))  # in a cluster, the chosen node checks its own memory
     directory, mirror = open_directory(request.out, job)
+    directory.notices += [notice] if notice else []
     return job, directory, mirror
 
 
-BLAS_THREADS = "OPENBLAS_NUM_THREADS"
+def _config_for_here(request: Request, config: str) -> tuple[str, str | None]:
+    """Return the config to run, and a notice. A new user's first run uses the GPUs of this machine, if two can be.
 
-
-def _check_traces(job: Job) -> None:
-    """Read the traces of a job, if it has any. numpy would start threads at its import, and this process forks."""
-    if not any(case.job.routing.kind == "trace" for case in job.cases()):
-        return
-    threads = os.environ.get(BLAS_THREADS)
-    os.environ[BLAS_THREADS] = "1"
-    try:
-        from raymoe.workload.trace_file import check_traces
-    finally:
-        del os.environ[BLAS_THREADS]
-        os.environ.update({} if threads is None else {BLAS_THREADS: threads})
-    check_traces(job)
+    A run with settings of `world`, on a cluster, or with a file of that name is as the user says.
+    """
+    own = config != DEFAULT or Path(config).exists() or choose(request.address) is not None
+    if own or any(setting.startswith("world") for setting in request.sets) or visible_gpus() < 2:
+        return config, None
+    gpus = usable_gpus()
+    if gpus < 2:
+        return config, "GPU ranks cannot run here, so CPU ranks do; `raymoe doctor` says why"
+    return DEFAULT_ON_GPUS, f"{gpus} GPUs are here: runs {DEFAULT_ON_GPUS}; --set world.device=cpu runs it on CPU ranks"
 
 
 @dataclass

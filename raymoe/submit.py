@@ -29,7 +29,7 @@ from raymoe.report.ray_job import run_of
 from raymoe.report.results import Record
 from raymoe.report.transfer import copy_if_readable, unpack
 from raymoe.shell import Interrupted
-from raymoe.workload.trace_file import check_traces
+from raymoe.workload.traces import check_traces
 
 if TYPE_CHECKING:
     from raymoe.gang.jobs_api import JobsApi, JobState

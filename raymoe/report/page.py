@@ -16,6 +16,7 @@ from pydantic import ValidationError
 from raymoe import __version__
 from raymoe.config import Job
 from raymoe.errors import ConfigError, shown
+from raymoe.report.backends import sentences
 from raymoe.report.columns import EXCHANGES, Column, byte_size, caption_of, columns_of
 from raymoe.report.compare import (
     RULE,
@@ -89,16 +90,17 @@ def page(records: Sequence[Record]) -> str:
         lines = displayed(record.lines)
         shown.append(Shown(record, letter, [line | {"run": letter} for line in lines] if several else lines))
     every = [line for run in shown for line in run.lines]
-    sections = [("what", "What was run on what", "".join(_what(run, several) for run in shown))]
-    if several:
-        sections.insert(0, ("compared", "What changed", _compared(shown)))
+    sections = [("compared", "What changed", _compared(shown))] if several else []
     if every:
         sections.append(("figures", "Figures", _figures(every, records[0].config)))
         sections.append(("results", "All results", _results(every)))
+    sections.append(("what", "What was run on what", "".join(_what(run, several) for run in shown)))
     sections.append(("cases", "Cases and generations", "".join(_cases(run, several) for run in shown)))
     links = "".join(f'<a href="#{name}">{title}</a>' for name, title, _ in sections)
     body = "".join(f'<section id="{name}"><h2>{title}</h2>{content}</section>' for name, title, content in sections)
     verdicts = "".join(_verdict(run, several) for run in shown) + _highlights(every, several)
+    compared = [] if several else sentences(every)
+    verdicts += "".join(f"<p>{safe(sentence)}</p>" for sentence in compared)
     title = " and ".join(shortened(record.run) for record in records[:3])
     return (
         '<!doctype html>\n<html lang="en"><head><meta charset="utf-8">'

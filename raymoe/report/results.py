@@ -59,6 +59,7 @@ KEYS = (
         "gbps_memory",
         "bytes_weights",
         "tflops",
+        "tokens_per_s",
         "bytes_peak",
         "bytes_kept",
     ),
@@ -70,7 +71,7 @@ LATER_KEYS = frozenset(
     {
         *("beside", "l2", "leaves_out", "skipped", "host_us_p50", "timeline", "expert_load_imbalance", "expert_load"),
         *("stages", "bytes_memory", "gbps_memory", "bytes_peak", "bytes_kept", "domains", "bytes_net"),
-        *("chunks", "runs", "rows", "ffn", "bytes_weights", "tflops"),
+        *("chunks", "runs", "rows", "ffn", "bytes_weights", "tflops", "tokens_per_s"),
     }
 )
 """Keys that lines of earlier versions lack. They are read as null."""
@@ -126,7 +127,7 @@ KINDS |= dict.fromkeys(("bytes_peak", "bytes_kept"), count)
 KINDS |= dict.fromkeys(("src", "dst", "ranks", "domains"), rank)
 KINDS |= dict.fromkeys(("us_p50", "us_p99", "us_min", "us_max", "host_us_p50", "gbps_wire", "max_error"), number)
 KINDS |= dict.fromkeys(("rows", "ffn", "bytes_weights"), count)
-KINDS |= dict.fromkeys(("gbps_memory", "tflops"), number)
+KINDS |= dict.fromkeys(("gbps_memory", "tflops", "tokens_per_s"), number)
 KINDS |= dict.fromkeys(("graph", "verified"), flag) | {"timeline": timeline}
 KINDS |= {"expert_load_imbalance": number, "expert_load": load}
 """The kind of each key's value. A value may also be null, except for NEEDED keys."""

@@ -44,7 +44,7 @@ class TraceShape:
     experts: int
 
 
-def check_traces(job: Job) -> None:
+def check_all(job: Job) -> None:
     """Read the traces of all cases, and compare shapes and ids with the job. Raises ConfigError with all problems.
 
     Ranks check again: a file may change, and a machine of a cluster may have another one.
