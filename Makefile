@@ -21,7 +21,7 @@ help: ## list these targets
 
 setup: $(STAMP) ## create .venv and install everything in it
 
-run: $(STAMP) ## set up, then run configs/quickstart.yaml (another config: CONFIG=host_exchange)
+run: $(STAMP) ## set up, then run quickstart (another config: CONFIG=host_exchange)
 	$(BIN)/raymoe run $(CONFIG)
 
 test: check unit ## set up, then run ruff, mypy and the tests that guard daily changes

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Annotated, cast
 import typer
 
 from raymoe import shell
-from raymoe.errors import RaymoeError, Stopped, printable
+from raymoe.errors import ConfigError, Problem, RaymoeError, Stopped, printable
 
 if TYPE_CHECKING:
     from raymoe.config import Job
@@ -28,6 +28,7 @@ Address = Annotated[
     str | None,
     typer.Option(help="Dashboard of the cluster, http://HOST:8265. Default: RAY_API_SERVER_ADDRESS, else RAY_ADDRESS."),
 ]
+JobId = Annotated[str, typer.Argument(metavar="ID", help="The ID of a job, as submit printed it.")]
 Out = Annotated[Path | None, typer.Option(metavar="DIR", help="Copy the results there. Default: runs/ID.")]
 
 # Typer bundles click or depends on it, by version, and exports only this subclass of click's UsageError.
@@ -79,14 +80,30 @@ def submit(
 
 @app.command()
 def attach(
-    job: Annotated[str, typer.Argument(metavar="ID", help="The ID of a job, as submit printed it.")],
+    job: JobId,
     address: Address = None,
     out: Out = None,
 ) -> int:
-    """Follow a submitted job and copy its results."""
+    """Follow a submitted job and copy its results. Ctrl-C leaves the job running."""
     from raymoe.submit import attach
 
     return attach(job, address, out)
+
+
+@app.command()
+def stop(job: JobId, address: Address = None) -> int:
+    """Stop a submitted job."""
+    from raymoe.submit import stop
+
+    return stop(job, address)
+
+
+@app.command()
+def logs(job: JobId, address: Address = None) -> int:
+    """Print what a submitted job has printed so far."""
+    from raymoe.submit import logs
+
+    return logs(job, address)
 
 
 @app.command()
@@ -143,14 +160,38 @@ def doctor(
 
 
 @app.command()
-def validate(config: Config, sets: Sets = None) -> None:
-    """Check a config, and print all its problems."""
-    job = _load(config, sets)
-    cases = len(job.cases())
-    ranks = job.world.ranks
+def validate(
+    configs: Annotated[list[str], typer.Argument(metavar="CONFIG...", help="Files, or names of packaged configs.")],
+    sets: Sets = None,
+) -> None:
+    """Check configs and their traces, and print all problems."""
+    errors = [error for config in configs if (error := _validate(config, sets)) is not None]
+    if len(configs) == 1 and errors:
+        raise errors[0]
+    if errors:
+        problems = [problem for error in errors for problem in error.problems or [_whole(error)]]
+        raise ConfigError(f"{len(errors)} of {len(configs)} configs are wrong; the first: {errors[0]}", problems)
+
+
+def _whole(error: ConfigError) -> Problem:
+    """Make the problem of an error that lists none."""
+    return Problem("", None, "", None, str(error))
+
+
+def _validate(config: str, sets: list[str] | None) -> ConfigError | None:
+    """Print that a config is valid, or return its error."""
+    from raymoe.workload.traces import check_traces
+
+    try:
+        job = _load(config, sets)
+        check_traces(job)
+    except ConfigError as error:
+        return error
+    cases, ranks = len(job.cases()), job.world.ranks
     workloads = " and ".join(dict.fromkeys(case.job.workload for case in job.cases()))
     valid = f"is valid: {workloads} on {ranks} rank{'s' * (ranks > 1)}, {cases} case{'s' * (cases > 1)}"
     print_result(f"{printable(config)} {valid}\n")
+    return None
 
 
 @app.command()

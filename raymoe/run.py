@@ -14,8 +14,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from raymoe.config import Job, job_from_resolved, load_job
+from raymoe.doctor.examine import DEFAULT, DEFAULT_ON_GPUS, usable_gpus
 from raymoe.errors import CannotWrite, ClusterError, ConfigError, printable
-from raymoe.gang.address import choose
+from raymoe.gang.address import choose, needs_token
+from raymoe.gang.local_gpus import visible_gpus
 from raymoe.gang.local_ray import configure, remove_session
 from raymoe.gang.main_process import Send, Stopped, Work, run_in_child
 from raymoe.gang.messages import (
@@ -33,16 +35,18 @@ from raymoe.gang.messages import (
 from raymoe.gang.private_ray import private_ray
 from raymoe.report.directory import RunDirectory, write_atomically
 from raymoe.report.environment import environment
+from raymoe.report.history import numbered
 from raymoe.report.opening import open_directory
 from raymoe.report.progress import ProgressBar
 from raymoe.report.ray_job import version_notice
-from raymoe.report.results import STOPPED, Generation, Record, Summary, complete
+from raymoe.report.results import RESTART, RESUME, START, STOPPED, Generation, Record, Summary, complete
 from raymoe.report.storage import Mirror
 from raymoe.report.tables import render
 from raymoe.report.trace import ChromeTrace
 from raymoe.shell import Interrupted, check_stdout
 from raymoe.workload.memory_needed import bytes_per_rank, check_memory
 from raymoe.workload.progress import in_words
+from raymoe.workload.traces import check_traces
 
 
 @dataclass(frozen=True)
@@ -83,11 +87,28 @@ def _open(request: Request) -> tuple[Job, RunDirectory, Mirror | None]:
         return job_from_resolved(directory.read_config()), directory, None
     if request.config is None:
         raise ConfigError("raymoe run needs a CONFIG (a file, or a name such as quickstart) or --resume DIR")
-    job = load_job(request.config, request.sets)
+    config, notice = _config_for_here(request, request.config)
+    job = load_job(config, request.sets)
+    check_traces(job)
     if choose(request.address) is None:
         check_memory(job.world.ranks, bytes_per_rank(job))  # in a cluster, the chosen node checks its own memory
     directory, mirror = open_directory(request.out, job)
+    directory.notices += [notice] if notice else []
     return job, directory, mirror
+
+
+def _config_for_here(request: Request, config: str) -> tuple[str, str | None]:
+    """Return the config to run, and a notice. A new user's first run uses the GPUs of this machine, if two can be.
+
+    A run with settings of `world`, on a cluster, or with a file of that name is as the user says.
+    """
+    own = config != DEFAULT or Path(config).exists() or choose(request.address) is not None
+    if own or any(setting.startswith("world") for setting in request.sets) or visible_gpus() < 2:
+        return config, None
+    gpus = usable_gpus()
+    if gpus < 2:
+        return config, "GPU ranks cannot run here, so CPU ranks do; `raymoe doctor` says why"
+    return DEFAULT_ON_GPUS, f"{gpus} GPUs are here: runs {DEFAULT_ON_GPUS}; --set world.device=cpu runs it on CPU ranks"
 
 
 @dataclass
@@ -102,6 +123,7 @@ class Recorder:
     generations: list[Generation] = field(default_factory=list)
     trace: ChromeTrace = field(init=False)
     _ready_s: float | None = None
+    _number: int = 0  # of the generation that was ready last
 
     def __post_init__(self) -> None:
         self.trace = ChromeTrace(self.directory.run)
@@ -114,8 +136,10 @@ class Recorder:
             case Waiting(text):
                 self.progress.note(text)
             case Ready(generation, seconds, ranks):
-                self._ready_s = round(seconds, 3)
-                self.directory.write_environment({**self.facts, "generation": generation, "ranks": list(ranks)})
+                self._ready_s, self._number = round(seconds, 3), generation
+                known = {"generation": generation, "began": self._began(generation), "ready_s": self._ready_s}
+                document = {**self.facts, **known, "ranks": list(ranks)}
+                self.directory.write_environment(document, self.generations)
                 pids = ", ".join(f"rank {rank['rank']} pid {rank['pid']}" for rank in ranks)
                 self.progress.note(f"generation {generation}: {len(ranks)} ranks ready after {seconds:.1f} s ({pids})")
             case Recovered(generation, seconds):
@@ -138,16 +162,23 @@ class Recorder:
                 for reason in dict.fromkeys(line["skipped"] for line in lines if line.get("skipped")):
                     self.progress.note(f"{case} is skipped: {reason}")
             case GenerationEnded(generation, cause, culprit, explanation, restarting):
-                self.generations.append(Generation(self._ready_s, cause, culprit))
+                began = self._began(generation)
+                self.generations.append(Generation(self._ready_s, cause, culprit, generation, began))
                 self._ready_s = None
                 if restarting:
                     self.progress.note(f"generation {generation}: {explanation}; starting the gang again")
+
+    def _began(self, generation: int) -> str:
+        if generation > self.directory.first_generation:
+            return RESTART
+        return RESUME if self.directory.resumed else START
 
     def summarise(self, outcome: RunOutcome) -> None:
         """Write summary.json. A generation whose end the driver did not report ends now."""
         if self._ready_s is not None:  # the driver crashed, hung, was too slow to stop or was ended
             cause = "stopped" if outcome.exit_code in STOPPED else "unknown"
-            self.generations.append(Generation(self._ready_s, cause, None))
+            began = self._began(self._number)
+            self.generations.append(Generation(self._ready_s, cause, None, self._number, began))
             self._ready_s = None
         summary = Summary.of(
             outcome.exit_code, outcome.message, self.cases, self.directory.finished(), self.generations
@@ -211,9 +242,10 @@ def _execute(job: Job, recorder: Recorder, request: Request) -> RunOutcome:
     directory, progress = recorder.directory, recorder.progress
     recorder.facts = environment()
     directory.write_environment(recorder.facts)
+    token = needs_token(choose(request.address))
     with _own_ray(request) as ray:
         try:
-            outcome = run_in_child(_driver(job, directory, request), recorder.receive, keep_output=True)
+            outcome = run_in_child(_driver(job, directory, request, token), recorder.receive, keep_output=True)
             recorder.summarise(outcome)
             _tidy(directory, outcome, recorder.generations, progress)
         except (CannotWrite, Interrupted):
@@ -221,7 +253,8 @@ def _execute(job: Job, recorder: Recorder, request: Request) -> RunOutcome:
                 shutil.rmtree(ray, ignore_errors=True)
             raise
     if request.profile:
-        progress.note(f"the trace is {recorder.trace.write(directory.path)}")
+        trace = recorder.trace.write(directory.path, directory.first_generation)
+        progress.note(f"the trace is {trace}")
     return outcome
 
 
@@ -254,8 +287,9 @@ def _tidy(directory: RunDirectory, outcome: RunOutcome, generations: list[Genera
         return
     logs = [] if outcome.session is None else [f"Ray's logs are kept in {outcome.session / 'logs'}"]
     if outcome.output:
-        write_atomically(directory.path / DRIVER_LOG, outcome.output)
-        logs.append(f"the driver's output in {directory.path / DRIVER_LOG}")
+        log = directory.path / numbered(DRIVER_LOG, directory.first_generation)
+        write_atomically(log, outcome.output)
+        logs.append(f"the driver's output in {log}")
     if logs:
         progress.note(", ".join(logs))
 
@@ -277,17 +311,24 @@ def _draw(directory: RunDirectory, progress: ProgressBar) -> None:
         progress.note(f"report.html or plots/ is missing, a bug in raymoe: {type(error).__name__}: {error}")
 
 
-def _driver(job: Job, directory: RunDirectory, request: Request) -> Work:
+def _driver(job: Job, directory: RunDirectory, request: Request, token: bool) -> Work:
     """Make the work of the child process. Only the child imports Ray."""
 
     def work(send: Send, stopped: Stopped) -> RunOutcome:
         if choose(request.address) is None:
             configure(os.environ)
+        if token:
+            os.environ["RAY_AUTH_MODE"] = "token"
         from raymoe.gang.driver import Driver, DriverSettings
 
-        finished = frozenset(directory.finished())
-        return Driver(
-            DriverSettings(job, directory.run, request.address, finished, request.profile), send, stopped
-        ).run()
+        settings = DriverSettings(
+            job,
+            directory.run,
+            request.address,
+            frozenset(directory.finished()),
+            request.profile,
+            directory.first_generation,
+        )
+        return Driver(settings, send, stopped).run()
 
     return work

@@ -1,10 +1,11 @@
-"""Submits jobs to a Ray cluster and brings their results back: the work of `raymoe submit`, `attach` and `jobs`.
+"""Submits jobs to a Ray cluster, and brings their results back: `raymoe submit`, `attach`, `stop`, `logs` and `jobs`.
 
 The job's log goes to stdout; lines about the job go to stderr. Importing this module loads no Ray.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import datetime
 import importlib.metadata
 import json
@@ -14,7 +15,7 @@ import shlex
 import signal
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -22,14 +23,18 @@ from raymoe.config.submission import EntrypointSection, JobRequest, address_prob
 from raymoe.errors import CannotWrite, ClusterError, ConfigError, RaymoeError, one_line, printable, shown
 from raymoe.gang.address import JOBS_ADDRESSES, jobs_address, send_token
 from raymoe.report.directory import new_run_id
+from raymoe.report.environment import uploaded_commit
+from raymoe.report.progress import last_progress
 from raymoe.report.ray_job import run_of
 from raymoe.report.results import Record
 from raymoe.report.transfer import copy_if_readable, unpack
 from raymoe.shell import Interrupted
+from raymoe.workload.traces import check_traces
 
 if TYPE_CHECKING:
     from raymoe.gang.jobs_api import JobsApi, JobState
 
+MOST_LOGS = 20  # of running jobs that `jobs` reads
 RESULTS_S = 60.0  # for the job that reads results on the driver's node
 
 
@@ -43,6 +48,10 @@ def submit(
     config, request = load_submission(file, sets)
     named = address, request.address
     address = _address(*named)
+    check_traces(config)
+    directory = request.runtime_env.get("working_dir", "")
+    if directory.startswith("/"):
+        request = dataclasses.replace(request, metadata=request.metadata | uploaded_commit(directory))
     if dry_run:
         print(command_line(request, address), flush=True)
         return 0
@@ -52,7 +61,7 @@ def submit(
         _note(notice)
     job = new_run_id(config.name)
     where = "" if named == (None, None) else f" --address {shlex.quote(address)}"
-    if (directory := request.runtime_env.get("working_dir", "")).startswith("/"):
+    if directory.startswith("/"):
         _note(f"uploading {directory}, unless the cluster has it")
     try:
         api.submit(job, request, _note)
@@ -69,17 +78,52 @@ def submit(
 
 
 def attach(job: str, address: str | None, out: Path | None) -> int:
-    """Follow a job that was submitted before, as `submit` does."""
+    """Follow a job that was submitted before. Unlike those of `submit`, signals leave the job running."""
     _check_destination(out)
     api = connect(_address(address))
-    api.state(job)
-    return _follow(api, job, out, "" if address is None else f" --address {shlex.quote(address)}")
+    where = _where(address)
+    if not api.state(job).over:
+        _note(f"following job {shown(job)}; Ctrl-C leaves it running, `raymoe stop {quoted(job)}{where}` stops it")
+    return _follow(api, job, out, where, stops=False)
+
+
+def stop(job: str, address: str | None) -> int:
+    """Stop a job, and wait for its end."""
+    api = connect(_address(address))
+    from raymoe.gang.follow import stop
+
+    over = api.state(job).over
+    state = stop(api, job)
+    how = "had ended before" if over else "has ended"
+    _note(f"job {job} {how}: {state.status}; raymoe attach {quoted(job)}{_where(address)} copies its results")
+    return 0
+
+
+def logs(job: str, address: str | None) -> int:
+    """Print what a job has printed so far."""
+    _print_log(connect(_address(address)).log(job))
+    return 0
+
+
+def _where(address: str | None) -> str:
+    """Return the option that names the same cluster in another command."""
+    return "" if address is None else f" --address {shlex.quote(address)}"
 
 
 def jobs(address: str | None) -> str:
     """List the runs that a cluster knows, the last one first."""
     api = connect(_address(address))
-    return table([state for state in api.states() if _is_run(state)], time.time())
+    runs = [state for state in api.states() if _is_run(state)]
+    running = [state.id for state in runs if state.status == "RUNNING"][:MOST_LOGS]
+    return table(runs, time.time(), {job: _progress(api, job) for job in running})
+
+
+def _progress(api: JobsApi, job: str) -> str:
+    """Read from the log of a job where its run is."""
+    try:
+        return last_progress(api.log(job))
+    except RaymoeError:  # the table is complete without it
+        return "its log cannot be read"
 
 
 def connect(address: str) -> JobsApi:
@@ -159,16 +203,17 @@ def ray_version_notice(cluster: str, here: str) -> str | None:
 # Following a job to its end.
 
 
-def _follow(api: JobsApi, job: str, out: Path | None, where: str) -> int:
+def _follow(api: JobsApi, job: str, out: Path | None, where: str, stops: bool = True) -> int:
     """Follow a job. `where` is the rest of the command that follows it again: its address, if one was given."""
     from raymoe.gang.follow import Follower
 
     again = f"raymoe attach {quoted(job)}{where}"
-    follower = Follower(api, job, _print_log, _note, again)
+    follower = Follower(api, job, _print_log, _note, again, stops)
     follower.follow()
     if follower.left and follower.signum is not None:
         how = "is being stopped" if follower.stopping else "goes on"
-        return _ended(f"left job {job}, which {how}; `{again}` follows it", 128 + follower.signum)
+        stop = "" if follower.stopping else f", `raymoe stop {quoted(job)}{where}` stops it"
+        return _ended(f"left job {job}, which {how}; `{again}` follows it{stop}", 128 + follower.signum)
     state = follower.state
     assert state is not None, "following ends with a state, a signal or an error"
     destination = out or Path("runs") / run_of(job)  # an ID may be any text, also one with `/` or `..`
@@ -296,14 +341,15 @@ def _ended(sentence: str, exit_code: int) -> int:
     return exit_code
 
 
-def table(states: Sequence[JobState], now: float) -> str:
-    """Format jobs as a table: id, config, status with exit code, start and duration."""
-    rows = [("job", "config", "status", "started (UTC)", "took")]
+def table(states: Sequence[JobState], now: float, progress: Mapping[str, str] | None = None) -> str:
+    """Format jobs as a table: id, config, status with exit code, start, duration, and where those that run are."""
+    rows = [("job", "config", "status", "started (UTC)", "took", "progress" if progress else "")]
     for state in sorted(states, key=lambda state: state.began_ms or 0, reverse=True):
         status = state.status if state.exit_code in (None, 0) else f"{state.status} ({shown(str(state.exit_code))})"
         began, ended = state.began_ms, now * 1000 if state.ended_ms is None else state.ended_ms
         started, took = "" if began is None else _time(began), "" if began is None else _duration(began, ended)
-        rows.append((shown(state.id), shown(state.metadata.get("raymoe_config", "")), status, started, took))
+        where = (progress or {}).get(state.id, "")
+        rows.append((shown(state.id), shown(state.metadata.get("raymoe_config", "")), status, started, took, where))
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     return "".join(
         "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() + "\n" for row in rows

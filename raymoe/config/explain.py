@@ -13,17 +13,37 @@ from raymoe.config.sections import Section
 from raymoe.config.yaml_tree import Entry, yaml11_hint
 from raymoe.errors import ConfigError, Problem
 
+MEANT = {
+    "gpu": "cuda",
+    "gpus": "cuda",
+    "nvidia": "cuda",
+    "nccl": "collective",
+    "gloo": "collective",
+    "fp8": "float8_e4m3",
+    "float8": "float8_e4m3",
+    "e4m3": "float8_e4m3",
+    "bf16": "bfloat16",
+    "fp16": "float16",
+    "half": "float16",
+    "fp32": "float32",
+    "random": "uniform",
+}
+"""What people mean by words that other programs use. Their spelling is near to another name, or to none."""
+
 
 def nearest(name: str, names: Iterable[str]) -> str | None:
     """Find the name that a misspelt one probably means; None if no name is close.
 
     >>> nearest("hiden", ["tokens", "hidden"]), nearest("xyz", ["tokens", "hidden"])
     ('hidden', None)
-    >>> nearest("wait", ["ranks", "wait_timeout_s"])
-    'wait_timeout_s'
+    >>> nearest("wait", ["ranks", "wait_timeout_s"]), nearest("gpu", ["auto", "cuda", "cpu"])
+    ('wait_timeout_s', 'cuda')
     """
     import difflib  # imported here because only a config with mistakes needs it
 
+    names = list(names)
+    if (meant := MEANT.get(name.lower())) in names:
+        return meant
     by_normalised = {known.lower().replace("-", "_"): known for known in names}
     wanted = name[:100].lower().replace("-", "_")
     close = difflib.get_close_matches(wanted, by_normalised, n=1, cutoff=0.6)

@@ -33,8 +33,9 @@ raymoe schema --job > raymoe-job.schema.json
 * Only `workload` is required. Every other key has a default; `raymoe show CONFIG` prints a config with all of them.
 * `--set a.b=c` changes a key by its dotted name, as in `--set shape.tokens=128`. It may be repeated.
 * A path that exists is a file. Any other name is a packaged config (`configs/`) or a packaged job (`jobs/`).
-* Unknown or duplicate keys, wrong types and impossible values are errors. `raymoe validate CONFIG` reports all of them
-  at once, with file, line, key and the nearest right name.
+* Unknown or duplicate keys, wrong types and impossible values are errors. `raymoe validate CONFIG...` reports all of
+  them at once, with file, line, key and the nearest right name. It also compares the shapes and ids
+  of traces.
 * `on`, `yes` and `010` are text, and `1e-3` is a number. YAML 1.1 reads all of these in another way.
 * A size is a number of bytes, or a number with one of the units B, KiB, MiB, GiB, TiB, kB, MB and GB.
 * Some values fit only together: `world.ranks` must divide `shape.experts`, for instance. The error says what would fit.

@@ -232,7 +232,8 @@ class RoutingSection(Section):
     """Share of the tokens whose first choice is the hot expert. The seed chooses that expert."""
     file: str | None = Field(default=None, min_length=1, examples=["ids.npy"])
     """File of recorded expert ids for kind trace, relative to the config: integers that numpy.save wrote, with shape
-    [tokens, topk] or [steps, tokens, topk]. The tokens are those of one rank, or of all ranks one after the other."""
+    [tokens, topk] or [steps, tokens, topk]. The tokens are those of one rank, or of all ranks one after the other.
+    `raymoe.moe.RoutingTrace` writes such a file."""
     masked: float = Field(default=0.0, ge=0, le=1, examples=[0.1])
     """Share of the ids that are -1, which means no expert."""
     ragged: bool = Field(default=False, examples=[True])

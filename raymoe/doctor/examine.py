@@ -44,11 +44,13 @@ def verdict(findings: Sequence[Finding], machine: Machine) -> str:
         shortage = f"it asks for {ranks} GPU ranks and {count(gpus, 'GPU')} can be seen"
         raise PlacementError(f"{config} cannot run here: {shortage}; lower world.ranks, or use a larger machine")
     blocking_gpus = [finding.name for finding in findings if "cuda" in finding.blocks]
+    if config == DEFAULT and device == "cpu" and gpus > 1 and not blocking_gpus:
+        return f"{config} can run here, on 2 GPU ranks; on {ranks} CPU ranks with --set world.device=cpu"
     without_gpus = f"; GPU ranks cannot: {', '.join(blocking_gpus)}" if blocking_gpus and device == "cpu" else ""
     return f"{config} can run here, on {ranks} {_KIND[device]} ranks{without_gpus}"
 
 
-DEFAULT = "quickstart"
+DEFAULT, DEFAULT_ON_GPUS = "quickstart", "quickstart_gpus"
 CHECKS: tuple[Callable[[Machine], Finding], ...] = (
     judge_driver,
     judge_gpus,
@@ -77,6 +79,17 @@ def examine(config: str = DEFAULT, bounds: Mapping[str, float] = BOUNDS) -> Gene
             findings.append(_judge(check, machine))
             yield findings[-1].line()
         yield verdict(findings, machine)
+
+
+def usable_gpus(bounds: Mapping[str, float] = BOUNDS) -> int:
+    """Return how many GPUs the ranks of quickstart can use here; 0 if any check says that GPU ranks cannot run.
+
+    This takes seconds. It leaves out Ray, which a run starts anyway.
+    """
+    with closing(Probes({name: bound for name, bound in bounds.items() if name != "ray"})) as probes:
+        machine = Machine(probes, needs_of(load_job(DEFAULT_ON_GPUS), DEFAULT_ON_GPUS))
+        findings = [_judge(check, machine) for check in CHECKS if check is not judge_ray]
+        return 0 if any("cuda" in finding.blocks for finding in findings) else len(gpus_of(machine))
 
 
 def _judge(check: Callable[[Machine], Finding], machine: Machine) -> Finding:

@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import os
 import socket
+import subprocess
+import sys
 
 from raymoe.errors import ClusterError
 from raymoe.gang.local_ray import temporary_directory
@@ -73,6 +75,36 @@ def token_source() -> str | None:
 def send_token() -> bool:
     """Whether RAY_AUTH_MODE=token is needed: a token exists, and no mode is set. Ray's Jobs client then sends none."""
     return "RAY_AUTH_MODE" not in os.environ and token_source() is not None
+
+
+ASK_S = 40.0  # to ask a head; the import of Ray takes 2 s on an idle machine
+ASK = """
+import sys
+from ray._raylet import GcsClient
+from ray.exceptions import AuthenticationError
+try:
+    GcsClient(address=sys.argv[1])
+except AuthenticationError:
+    print("token")
+"""
+
+
+def needs_token(address: str | None) -> bool:
+    """Whether the driver of a run must send the token: there is one, no mode is set, and the head asks for it.
+
+    A token that is sent to a head without that guard makes the ranks there fail at their start. The head is asked in
+    another process, because Ray reads RAY_AUTH_MODE once, when it is imported. Raises ClusterError if nothing answers.
+    """
+    if address is None or not send_token():
+        return False
+    command = [sys.executable, "-c", ASK, reachable(address)]
+    try:
+        head = subprocess.run(
+            command, capture_output=True, text=True, timeout=ASK_S, stdin=subprocess.DEVNULL, check=False
+        )
+    except subprocess.TimeoutExpired:
+        return False  # `ray.init` then fails in its own time, with a sentence
+    return head.stdout.strip() == "token"
 
 
 JOBS_ADDRESSES = ("RAY_API_SERVER_ADDRESS", "RAY_ADDRESS")

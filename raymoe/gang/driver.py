@@ -59,6 +59,7 @@ class DriverSettings:
     address: str | None
     finished: frozenset[str] = frozenset()
     profile: bool = False  # collect spans for a trace
+    first_generation: int = 0  # more than 0 if the run is resumed
 
 
 @dataclass
@@ -83,7 +84,8 @@ class Driver:
 
     def __post_init__(self) -> None:
         world = self.settings.job.world
-        self.state = sv.State(ranks=world.ranks, restarts_left=world.restarts)
+        first = self.settings.first_generation
+        self.state = sv.State(ranks=world.ranks, restarts_left=world.restarts, generation=first)
         self.finished |= self.settings.finished
         cases = len(self.settings.job.cases())
         self.watch = RunWatch(self.settings.run, world.ranks, cases, self.send, self.settings.profile)
@@ -124,7 +126,7 @@ class Driver:
         if cluster.address is None:
             self.servers = children_named(local_ray.SERVERS)
         self.send(Connected(cluster.address, time.monotonic() - began))
-        self.watch.connected(len(self.finished))
+        self.watch.connected(len(self.finished), self.state.generation)
 
     def _place(self) -> None:
         self.reservation = self._reserve()

@@ -3,10 +3,12 @@
 Two threads ask the cluster: one reads the log, one the state. Both are daemons, so that a request that hangs delays no
 exit. The main thread gets what they find, and signals, from one queue.
 
-Signals
+Signals of a job that this command submitted (`stops`)
 * The first SIGINT, SIGQUIT or SIGTERM stops the job, after LEAVE_S. A second one before that leaves the job running.
 * A second one after that leaves the job to end by itself.
-* SIGHUP leaves the job running: a job outlives the terminal that it was started from.
+
+Signals of a job that was only attached to: each leaves the job running.
+* In both, SIGHUP leaves the job running: a job outlives the terminal that it was started from.
 """
 
 from __future__ import annotations
@@ -49,6 +51,7 @@ class Follower:
     write: Callable[[str], None]
     notify: Callable[[str], None]
     again: str
+    stops: bool = True  # whether a signal stops the job
     state: JobState | None = None  # the last one
     signum: int | None = None  # the signal that asked to stop the job, or to leave it
     left: bool = False  # before the job ended
@@ -109,7 +112,7 @@ class Follower:
 
     def _leaves(self, signum: int) -> bool:
         """Note a signal; return whether the user leaves the job with it."""
-        if signum == signal.SIGHUP or self.signum is not None:
+        if signum == signal.SIGHUP or not self.stops or self.signum is not None:
             return True
         self.signum, self._stop_at = signum, time.monotonic() + LEAVE_S
         self.notify(f"stopping job {self.job} in {LEAVE_S:g} s; press Ctrl-C again to leave it running")
@@ -173,6 +176,20 @@ class Follower:
             if fresh:
                 self._events.put(fresh)
                 self._passed = seen
+
+
+def stop(api: JobsApi, job: str) -> JobState:
+    """Stop a job and wait until it has ended, at most STOP_S. Raises ClusterError past that."""
+    state = api.state(job)
+    if state.over:
+        return state
+    api.stop(job)
+    deadline = time.monotonic() + STOP_S
+    while not (state := api.state(job)).over:
+        if time.monotonic() > deadline:
+            raise ClusterError(f"job {job} has not ended {STOP_S:g} s after it was asked to stop")
+        time.sleep(POLL_S)
+    return state
 
 
 def output_of(api: JobsApi, job: str, request: JobRequest, seconds: float) -> str:

@@ -45,9 +45,9 @@ class RunWatch:
         self._hosts = {DRIVER: self._boot_id}
         self._since = time.monotonic()
 
-    def connected(self, done: int) -> None:
+    def connected(self, done: int, generation: int = 0) -> None:
         """Begin to record metrics: this process is connected to Ray, and `done` cases are finished."""
-        self._driver_span("connect", 0)
+        self._driver_span("connect", generation)
         self._metrics = RunMetrics(self._run, self._ranks)
         self._metrics.cases(done, self._cases)
 

@@ -18,6 +18,7 @@ from raymoe.moe.router import Router as Router
 from raymoe.moe.router import balance_loss as balance_loss
 from raymoe.moe.router import expert_load as expert_load
 from raymoe.moe.router_formulas import RouterForm as RouterForm
+from raymoe.moe.routing_trace import RoutingTrace as RoutingTrace
 from raymoe.rows.activation import swiglu as swiglu
 from raymoe.rows.elementwise import pointwise as pointwise
 from raymoe.rows.norm import add_rms_norm as add_rms_norm

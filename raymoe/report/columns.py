@@ -102,11 +102,17 @@ MEASURES: dict[str, tuple[str, Callable[[object], str]]] = {
     "gbps_memory": ("memory GB/s", _fixed(1)),
     "bytes_weights": ("weights", byte_size),
     "tflops": ("TFLOP/s", _fixed(1)),
+    "tokens_per_s": ("tokens/s", _fixed(0)),
+    "expert_load_imbalance": ("imbalance", _fixed(2)),
     "bytes_peak": ("peak", byte_size),
     "bytes_kept": ("kept", byte_size),
     "max_error": ("max error", lambda value: f"{float(str(value)):.1e}"),
     "verified": ("verified", _yes_no),
 }
+
+
+IMBALANCE = "expert_load_imbalance"
+"""In the caption if all lines share it: a matrix over the routing varies it."""
 
 
 def show(key: str, value: object) -> str:
@@ -134,6 +140,8 @@ def columns_of(lines: Sequence[Line]) -> list[Column]:
     columns = setting_columns(lines)
     for key, (header, formatted) in MEASURES.items():
         values = [line[key] for line in lines]
+        if key == IMBALANCE and _shared(lines, key):
+            continue
         if any(value is not None for value in values):
             cells = ["-" if value is None else formatted(value) for value in values]
             columns.append(Column(header, cells, right=True))
@@ -157,6 +165,9 @@ def caption_of(lines: Sequence[Line]) -> str:
         for key, header in SETTINGS.items()
         if key != "op" and lines[0][key] is not None and not _varies(lines, key)
     ]
+    values = {line[IMBALANCE] for line in lines} - {None}
+    if len(values) == 1:
+        shared.append(f"imbalance {MEASURES[IMBALANCE][1](values.pop())}")
     return f"{lines[0]['workload']}: {', '.join(shared)}"
 
 
@@ -173,7 +184,7 @@ def speedups(lines: Sequence[Line]) -> list[float | None]:
     [2.0, 1.0, None]
     """
     compared = ("backend", "transport", "protocol", "graph", "sms", "stages")
-    keys = [_other_settings(line, compared) for line in lines]
+    keys = [other_settings(line, compared) for line in lines]
     groups: dict[tuple[object, ...], list[Line]] = {}
     for key, line in zip(keys, lines, strict=True):
         groups.setdefault(key, []).append(line)
@@ -189,7 +200,7 @@ def speedups(lines: Sequence[Line]) -> list[float | None]:
     return result
 
 
-def _other_settings(line: Line, compared: Collection[str]) -> tuple[object, ...]:
+def other_settings(line: Line, compared: Collection[str]) -> tuple[object, ...]:
     """Give the settings of a line without the compared ones: of its keys, and of its case, which also names settings
     that no key has (masked, capacity)."""
     in_case = (word for word in case_settings(line).items() if word[0].rpartition(".")[2] not in compared)
@@ -230,13 +241,13 @@ def shares_of_push(lines: Sequence[Line]) -> list[float | None]:
     """
     compared = ("op", "backend", "transport", "graph", "sms")
     limits = {
-        _other_settings(line, compared): float(str(line["gbps_wire"]))
+        other_settings(line, compared): float(str(line["gbps_wire"]))
         for line in lines
         if line["backend"] == BASELINE and line["gbps_wire"]
     }
     shares: list[float | None] = []
     for line in lines:
-        limit = limits.get(_other_settings(line, compared)) if sends_dispatch_rows(line) else None
+        limit = limits.get(other_settings(line, compared)) if sends_dispatch_rows(line) else None
         known = limit and line["gbps_wire"] and line["backend"] != BASELINE
         shares.append(float(str(line["gbps_wire"])) / limit if known and limit else None)
     return shares
@@ -286,6 +297,11 @@ def shares_of_copy(lines: Sequence[Line]) -> list[float | None]:
 
 def _leaves_out(line: Line) -> str:
     return f"skipped: {line['skipped']}" if line["skipped"] else show("leaves_out", line["leaves_out"])
+
+
+def _shared(lines: Sequence[Line], key: str) -> bool:
+    """Whether all lines that have this key have one value of it."""
+    return len({line[key] for line in lines if line[key] is not None}) <= 1
 
 
 def _varies(lines: Sequence[Line], key: str) -> bool:

@@ -243,7 +243,12 @@ def facts_differing(base: Record, other: Record) -> Iterator[tuple[str, str, str
 
 def environment_of(path: Path) -> dict[str, str]:
     """Read what a comparison shows of a run's environment.json, by dotted key; empty if there is none."""
-    return flattened(read_document(path / ENVIRONMENT), keep=lambda key: key.startswith(_FACTS))
+    return facts_of(read_document(path / ENVIRONMENT))
+
+
+def facts_of(environment: object) -> dict[str, str]:
+    """Give the facts of an environment that a comparison shows, by dotted key."""
+    return flattened(environment, keep=lambda key: key.startswith(_FACTS))
 
 
 _FACTS = ("raymoe", "commit", "python", "packages.", "host", "system", "cpu.", "memory.")

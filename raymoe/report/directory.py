@@ -19,7 +19,7 @@ import secrets
 import socket
 import stat
 import string
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
@@ -28,6 +28,7 @@ from typing import Self, TextIO
 from raymoe.config import to_yaml
 from raymoe.errors import CannotWrite, ConfigError, printable
 from raymoe.home import home
+from raymoe.report.history import EARLIER, environment_name, generations_so_far, next_number
 from raymoe.report.results import (
     CONFIG,
     ENVIRONMENT,
@@ -40,6 +41,7 @@ from raymoe.report.results import (
     Record,
     Summary,
     encode,
+    read_document,
 )
 
 
@@ -229,6 +231,9 @@ class RunDirectory:
         self._lock = lock
         self._lines: list[Line] = []
         self._earlier: tuple[Generation, ...] = ()
+        self._environment: dict[str, object] = {}  # of the last generation that was ready
+        self.first_generation = 0  # number of the first generation of this process
+        self.resumed = False
 
     @classmethod
     def create(cls, out: Path | None, name: str, run: str | None = None) -> Self:
@@ -260,7 +265,10 @@ class RunDirectory:
         try:
             record = Record.read(path)  # again, because another process could write until the lock was held
             directory._lines = record.lines
-            directory._earlier = record.generations
+            directory._earlier = generations_so_far(record)
+            directory._environment = read_document(path / ENVIRONMENT) or {}
+            directory.first_generation = next_number(record, directory._earlier)
+            directory.resumed = True
         except ConfigError:
             directory.close()
             raise
@@ -272,9 +280,18 @@ class RunDirectory:
     def read_config(self) -> dict[str, object]:
         return Record.read(self.path).config
 
-    def write_environment(self, environment: Mapping[str, object]) -> None:
-        """Write environment.json, and remove summary.json and report.html: a resumed run has not ended."""
-        write_atomically(self.path / ENVIRONMENT, _pretty(environment))
+    def write_environment(self, environment: Mapping[str, object], ended: Iterable[Generation] = ()) -> None:
+        """Write environment.json, and remove summary.json and report.html: a resumed run has not ended.
+
+        The environment of the generation before gets a file of its own. `ended` are the generations of this process.
+        """
+        before = self._environment.get("generation")
+        if isinstance(before, int) and before != environment.get("generation"):
+            write_atomically(self.path / environment_name(before), _pretty(self._environment))
+        earlier = [vars(generation) for generation in (*self._earlier, *ended)]
+        document = {**environment, **({EARLIER: earlier} if earlier else {})}
+        write_atomically(self.path / ENVIRONMENT, _pretty(document))
+        self._environment = document if "generation" in document else {}
         for name in (SUMMARY, PAGE):
             try:
                 (self.path / name).unlink(missing_ok=True)

@@ -12,6 +12,7 @@ import raymoe
 from raymoe.report.ray_job import ray_job
 
 PACKAGES = ("ray", "torch", "cuda-python", "numpy", "pydantic", "pyyaml")
+COMMIT = "raymoe_commit"  # in the metadata of a job
 SOURCES = Path(raymoe.__file__).resolve().parent.parent
 
 
@@ -20,7 +21,7 @@ def environment() -> dict[str, object]:
     job = ray_job()
     return {
         "raymoe": raymoe.__version__,
-        "commit": commit(),
+        "commit": commit(SOURCES) or submitted_commit(SOURCES),
         "python": platform.python_version(),
         "packages": {name: _version(name) for name in PACKAGES},
         "host": socket.gethostname(),
@@ -45,6 +46,20 @@ def commit(sources: Path = SOURCES) -> str | None:
     except (OSError, subprocess.TimeoutExpired):
         return None
     return done.stdout.strip() or None
+
+
+def submitted_commit(sources: Path) -> str | None:
+    """Give the commit that `raymoe submit` recorded, if this process runs the sources that it uploaded."""
+    job = ray_job()
+    uploaded = job is not None and Path.cwd().resolve() == sources  # Ray runs an entrypoint in the working_dir
+    return job.metadata.get(COMMIT) if job is not None and uploaded else None
+
+
+def uploaded_commit(working_dir: str) -> dict[str, str]:
+    """Give the metadata of a job that uploads sources of raymoe: their commit, which an upload without .git lacks."""
+    sources = Path(working_dir)
+    known = commit(sources) if (sources / "raymoe" / "__init__.py").is_file() else None
+    return {} if known is None else {COMMIT: known}
 
 
 def processor(lines: Iterable[str]) -> str:

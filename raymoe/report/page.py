@@ -16,6 +16,7 @@ from pydantic import ValidationError
 from raymoe import __version__
 from raymoe.config import Job
 from raymoe.errors import ConfigError, shown
+from raymoe.report.backends import sentences
 from raymoe.report.columns import EXCHANGES, Column, byte_size, caption_of, columns_of
 from raymoe.report.compare import (
     RULE,
@@ -25,11 +26,13 @@ from raymoe.report.compare import (
     comparison_columns,
     environment_of,
     facts_differing,
+    facts_of,
     flattened,
     letters,
 )
 from raymoe.report.directory import write_atomically
 from raymoe.report.figure import Figure, figure_body, picture_html, style_sheet
+from raymoe.report.history import environments
 from raymoe.report.measures import gbps, integer, ranks_on, three_digits, us
 from raymoe.report.plots import figures
 from raymoe.report.results import (
@@ -37,7 +40,9 @@ from raymoe.report.results import (
     ENVIRONMENT,
     MOST_MESSAGE,
     PAGE,
+    RESTART,
     RESULTS,
+    RESUME,
     SUMMARY,
     Line,
     Record,
@@ -85,16 +90,17 @@ def page(records: Sequence[Record]) -> str:
         lines = displayed(record.lines)
         shown.append(Shown(record, letter, [line | {"run": letter} for line in lines] if several else lines))
     every = [line for run in shown for line in run.lines]
-    sections = [("what", "What was run on what", "".join(_what(run, several) for run in shown))]
-    if several:
-        sections.insert(0, ("compared", "What changed", _compared(shown)))
+    sections = [("compared", "What changed", _compared(shown))] if several else []
     if every:
         sections.append(("figures", "Figures", _figures(every, records[0].config)))
         sections.append(("results", "All results", _results(every)))
+    sections.append(("what", "What was run on what", "".join(_what(run, several) for run in shown)))
     sections.append(("cases", "Cases and generations", "".join(_cases(run, several) for run in shown)))
     links = "".join(f'<a href="#{name}">{title}</a>' for name, title, _ in sections)
     body = "".join(f'<section id="{name}"><h2>{title}</h2>{content}</section>' for name, title, content in sections)
     verdicts = "".join(_verdict(run, several) for run in shown) + _highlights(every, several)
+    compared = [] if several else sentences(every)
+    verdicts += "".join(f"<p>{safe(sentence)}</p>" for sentence in compared)
     title = " and ".join(shortened(record.run) for record in records[:3])
     return (
         '<!doctype html>\n<html lang="en"><head><meta charset="utf-8">'
@@ -148,7 +154,10 @@ def _facts(shown: Shown, wrong: int) -> Iterator[tuple[str, object]]:
         yield "began", began
     if record.generations:
         yield "gang ready after", ", ".join(_seconds(generation.ready_s) for generation in record.generations[:8])
-        yield "restarts", len(record.generations) - 1
+        beginnings = [generation.began for generation in record.generations]
+        yield "restarts", beginnings.count(RESTART)
+        if RESUME in beginnings:
+            yield "resumes", beginnings.count(RESUME)
     commits = dict.fromkeys(str(line["commit"]) for line in lines if line["commit"] is not None)
     if commits:
         yield "commit", ", ".join(list(commits)[:4])
@@ -241,7 +250,9 @@ def _what(shown: Shown, several: bool) -> str:
     blocks = [_block(name, rows) for name, rows in sections.items()]
     environment = environment_of(record.path)
     if environment:
-        blocks.append(_block("environment", [(key, _bytes(key, value), False) for key, value in environment.items()]))
+        last = record.generations[-1].number if len(record.generations) > 1 else None
+        title = "environment" if last is None else f"environment of generation {last}"
+        blocks.append(_block(title, [(key, _bytes(key, value), False) for key, value in environment.items()]))
     note = '<p class="muted">Bold values differ from the defaults.</p>'
     ranks = _rank_table(record.path)
     return f'{head}<div class="keys">{"".join(blocks)}</div>{note}{ranks}'
@@ -373,10 +384,16 @@ def _cases(shown: Shown, several: bool) -> str:
         Column("case", [shortened(case) for case in cases]),
         Column("state", [shortened(mark) for mark in cases.values()]),
     ]
+    generations = shown.record.generations
+    if len(generations) > 1:
+        by_case = {str(line["case"]): line["generation"] for line in shown.lines}
+        numbers = ["-" if by_case.get(case) is None else str(by_case[case]) for case in cases]
+        names.append(Column("generation", numbers, right=True))
     parts = [_folded(f"{len(cases)} cases", _table(names), opened=len(cases) <= OPEN_ROWS)]
-    if generations := shown.record.generations:
+    if generations:
         columns = [
-            Column("generation", [str(index) for index in range(len(generations))], right=True),
+            Column("generation", [str(one.number) for one in generations], right=True),
+            Column("began by", [shortened(one.began) for one in generations]),
             Column("ready after", [_seconds(one.ready_s) for one in generations], right=True),
             Column(
                 "rank at fault",
@@ -384,9 +401,22 @@ def _cases(shown: Shown, several: bool) -> str:
                 right=True,
             ),
             Column("ended with", [shortened(one.cause or "-") for one in generations]),
+            *_environment_columns(shown.record),
         ]
         parts.append(_folded(f"{len(generations)} generations", _table(columns), opened=len(generations) <= OPEN_ROWS))
     return head + "".join(parts)
+
+
+MOST_ENVIRONMENT_COLUMNS = 12
+
+
+def _environment_columns(record: Record) -> Iterator[Column]:
+    """Give a column for each fact in which the environments of a run's generations differ."""
+    known = {number: facts_of(document) for number, document in environments(record.path, record.generations).items()}
+    keys = dict.fromkeys(key for facts in known.values() for key in facts)
+    differing = [key for key in keys if len({facts.get(key) for facts in known.values()}) > 1]
+    for key in differing[:MOST_ENVIRONMENT_COLUMNS]:
+        yield Column(key, [known.get(one.number, {}).get(key, "-") for one in record.generations])
 
 
 # Comparison of runs.

@@ -59,6 +59,7 @@ KEYS = (
         "gbps_memory",
         "bytes_weights",
         "tflops",
+        "tokens_per_s",
         "bytes_peak",
         "bytes_kept",
     ),
@@ -70,7 +71,7 @@ LATER_KEYS = frozenset(
     {
         *("beside", "l2", "leaves_out", "skipped", "host_us_p50", "timeline", "expert_load_imbalance", "expert_load"),
         *("stages", "bytes_memory", "gbps_memory", "bytes_peak", "bytes_kept", "domains", "bytes_net"),
-        *("chunks", "runs", "rows", "ffn", "bytes_weights", "tflops"),
+        *("chunks", "runs", "rows", "ffn", "bytes_weights", "tflops", "tokens_per_s"),
     }
 )
 """Keys that lines of earlier versions lack. They are read as null."""
@@ -83,6 +84,13 @@ MOST_POINTS = 64
 
 def rank(value: object) -> bool:
     return count(value) and int(str(value)) <= MOST_RANKS
+
+
+MOST_GENERATION = 1_000_000
+
+
+def generation(value: object) -> bool:
+    return count(value) and int(str(value)) <= MOST_GENERATION
 
 
 def timeline(value: object) -> bool:
@@ -106,18 +114,20 @@ def load(value: object) -> bool:
 
 WANTED |= {
     rank: f"a rank, or a number of ranks, up to {MOST_RANKS}",
+    generation: f"the number of a generation, up to {MOST_GENERATION:,}",
     timeline: "a list of a kernel's points and times",
     load: f"a list of the rows of at most {MOST_LOADS} experts",
 }
 
 KINDS: dict[str, Kind] = dict.fromkeys(KEYS, text)
-KINDS |= dict.fromkeys(("generation", "bytes", "tokens", "hidden", "experts", "topk", "seed", "alignment"), count)
+KINDS |= {"generation": generation}
+KINDS |= dict.fromkeys(("bytes", "tokens", "hidden", "experts", "topk", "seed", "alignment"), count)
 KINDS |= dict.fromkeys(("sms", "stages", "chunks", "samples", "runs", "bytes_wire", "bytes_net", "bytes_memory"), count)
 KINDS |= dict.fromkeys(("bytes_peak", "bytes_kept"), count)
 KINDS |= dict.fromkeys(("src", "dst", "ranks", "domains"), rank)
 KINDS |= dict.fromkeys(("us_p50", "us_p99", "us_min", "us_max", "host_us_p50", "gbps_wire", "max_error"), number)
 KINDS |= dict.fromkeys(("rows", "ffn", "bytes_weights"), count)
-KINDS |= dict.fromkeys(("gbps_memory", "tflops"), number)
+KINDS |= dict.fromkeys(("gbps_memory", "tflops", "tokens_per_s"), number)
 KINDS |= dict.fromkeys(("graph", "verified"), flag) | {"timeline": timeline}
 KINDS |= {"expert_load_imbalance": number, "expert_load": load}
 """The kind of each key's value. A value may also be null, except for NEEDED keys."""
@@ -211,15 +221,21 @@ def shortened(outside: object, most: int = MOST_SHOWN) -> str:
 # summary.json: how a run ended, for scripts.
 
 STOPPED = {128 + number for number in STOP_SIGNALS}
+START, RESTART, RESUME = "start", "restart", "resume"
 
 
 @dataclass(frozen=True)
 class Generation:
-    """One gang: seconds until it was ready (null: never), the cause of an early end, and the rank at fault."""
+    """One gang: seconds until it was ready (null: never), the cause of an early end, and the rank at fault.
+
+    Result lines name its `number`. `began` is START, RESTART (a rank was lost) or RESUME (another process went on).
+    """
 
     ready_s: float | None = None
     cause: str | None = None
     culprit: int | None = None
+    number: int = 0
+    began: str = START
 
 
 @dataclass(frozen=True)
@@ -260,21 +276,34 @@ class Summary:
 
 _SUMMARY: dict[str, Kind] = {"status": text, "exit_code": number, "message": text}
 _GENERATION: dict[str, Kind] = {"ready_s": number, "cause": text, "culprit": number}
+_GENERATION |= {"number": generation, "began": text}
 
 
 def generations_of(document: object) -> tuple[Generation, ...]:
     """Read the generations of a summary.json. Raises ValueError if it is not a summary."""
     if not isinstance(document, dict):
         raise ValueError("not a summary of raymoe: it is no mapping")
-    rows, cases = document.get("generations"), document.get("cases")
-    if not isinstance(rows, list) or not all(isinstance(row, dict) for row in rows):
-        raise ValueError("not a summary of raymoe: it has no list of generations")
+    generations, cases = generation_rows(document.get("generations")), document.get("cases")
     if not isinstance(cases, dict) or not all(text(case) and text(mark) for case, mark in cases.items()):
         raise ValueError("not a summary of raymoe: its cases are no mapping from names to marks")
     check_kinds(document, _SUMMARY)
-    for row in rows:
+    return generations
+
+
+def generation_rows(rows: object) -> tuple[Generation, ...]:
+    """Read a list of generations. Those of earlier versions have no number and do not say how they began.
+
+    >>> [(one.number, one.began) for one in generation_rows([{"ready_s": 1.5}, {"number": 4, "began": "resume"}, {}])]
+    [(0, 'start'), (4, 'resume'), (2, 'restart')]
+    """
+    if not isinstance(rows, list) or not all(isinstance(row, dict) for row in rows):
+        raise ValueError("not a summary of raymoe: it has no list of generations")
+    generations = []
+    for index, row in enumerate(rows):
         check_kinds(row, _GENERATION)
-    return tuple(Generation(**{name: row.get(name) for name in _GENERATION}) for row in rows)
+        known = {name: row[name] for name in _GENERATION if row.get(name) is not None}
+        generations.append(Generation(**{"number": index, "began": RESTART if index else START, **known}))
+    return tuple(generations)
 
 
 # Reading a run directory without its lock, for `--resume` and `raymoe report`.

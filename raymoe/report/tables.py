@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from raymoe.exchange.peer.trace import FORMER_NAMES, POINTS
+from raymoe.report.backends import sentences
 from raymoe.report.bandwidth import bandwidth_tables
 from raymoe.report.columns import (
     SETTINGS,
@@ -336,14 +337,19 @@ def render(lines: Sequence[Line], *, terminal: bool = False, width: int = 100) -
     product, timelines, bandwidth of memory, products of experts, and the parts of layers.
     """
     parts = []
+    one_run = len({line["run"] for line in lines}) == 1
     for of_workload in by_workload(displayed(lines)):
         columns = columns_of(of_workload)
-        caption = textwrap.fill(caption_of(of_workload), max(width, 40), subsequent_indent="  ", break_on_hyphens=False)
+        above = [caption_of(of_workload), *(sentences(of_workload) if one_run else [])]
+        caption = "\n".join(textwrap.fill(text, max(width, 40), **_INDENTED) for text in above)
         # rich folds or cuts rows that do not fit. A plain row may pass the edge, but is complete.
         fit = sum(size + 2 for size in _widths(columns)) <= width
         parts.append(f"{caption}\n{_drawn(columns, width) if terminal and fit else plain_table(columns)}")
         parts += [f"{title}\n{plain_table(its_columns)}" for title, its_columns in further_tables(of_workload)]
     return "\n".join(parts)
+
+
+_INDENTED: dict[str, Any] = {"subsequent_indent": "  ", "break_on_hyphens": False}
 
 
 def by_workload(lines: Sequence[Line]) -> list[list[Line]]:

@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from raymoe.report.directory import write_atomically
+from raymoe.report.history import numbered
 from raymoe.workload.progress import Span
 
 TRACE = "trace.json"
@@ -68,8 +69,9 @@ class ChromeTrace:
         rows = sorted({(self._number(process), span.generation) for process, _, span in self._spans})
         return [*self._process_names(), *(_name("thread_name", *row, f"generation {row[1]}") for row in rows), *spans]
 
-    def write(self, folder: Path) -> Path:
-        """Write trace.json into a run directory and return its path."""
+    def write(self, folder: Path, first_generation: int = 0) -> Path:
+        """Write trace.json into a run directory and return its path. A resumed run keeps the trace before its own."""
+        path = folder / numbered(TRACE, first_generation)
         errors = [error for _, error in self._shifts.values()]
         document = {
             "traceEvents": self.events(),
@@ -81,8 +83,8 @@ class ChromeTrace:
                 "spans_dropped": self.dropped,
             },
         }
-        write_atomically(folder / TRACE, json.dumps(document, allow_nan=False))
-        return folder / TRACE
+        write_atomically(path, json.dumps(document, allow_nan=False))
+        return path
 
     def _number(self, process: str) -> int:
         return self._processes[process]

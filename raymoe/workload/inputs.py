@@ -9,23 +9,13 @@ from typing import TYPE_CHECKING
 import numpy
 import torch
 
-from raymoe.errors import ConfigError, DataRefused
+from raymoe.errors import ConfigError
 from raymoe.moe.weights import generator
 from raymoe.workload.memory_needed import BATCHES, batches_of
-from raymoe.workload.trace_file import read_ids
+from raymoe.workload.trace_file import TraceShape, fitting, read_ids
 
 if TYPE_CHECKING:
     from raymoe.config import Job
-
-
-@dataclass(frozen=True)
-class TraceShape:
-    """The numbers of a job that a trace must match."""
-
-    ranks: int
-    tokens: int
-    topk: int
-    experts: int
 
 
 @dataclass(frozen=True)
@@ -47,24 +37,7 @@ class Trace:
     @classmethod
     def load(cls, path: str, shape: TraceShape) -> Trace:
         """Read and check the whole file. Every rank checks all of it, so that all ranks refuse it or none does."""
-        table = read_ids(path)
-        tokens, topk = table.shape[-2:] if table.ndim in (2, 3) else (0, 0)
-        if topk != shape.topk or tokens not in (shape.tokens, shape.ranks * shape.tokens):
-            raise ConfigError(
-                f"{path}: the job needs ids of shape [{shape.tokens} or {shape.ranks * shape.tokens}, {shape.topk}], "
-                f"or a dimension of steps before these two; the file holds {list(table.shape)}: change shape.tokens "
-                "and shape.topk, or cut the file"
-            )
-        table = table.reshape(-1, tokens, topk)
-        if table.size == 0:
-            raise ConfigError(f"{path}: the trace holds no steps: give at least one")
-        low, high = int(table.min()), int(table.max())
-        if low < -1 or high >= shape.experts:
-            raise DataRefused(
-                f"{path}: ids go from {low} to {high}, and with {shape.experts} experts they must be in "
-                f"[-1, {shape.experts - 1}]: change shape.experts or the file"
-            )
-        return cls(torch.from_numpy(table.astype(numpy.int64)), shape)
+        return cls(torch.from_numpy(fitting(read_ids(path), path, shape).astype(numpy.int64)), shape)
 
     def ids(self, rank: int, step: int) -> torch.Tensor:
         """Return the ids of a rank at a step, int64[T, K]."""

@@ -279,7 +279,8 @@ def _layer_device_bytes(job: Job) -> int:
 
     >>> from raymoe.config import load_job
     >>> job = load_job("quickstart", ["world.device=cuda", "world.ranks=2", "shape.hidden=7168", "shape.ffn=2048",
-    ...                               "shape.experts=256", "shape.topk=8", "shape.tokens=4096"])
+    ...                               "shape.experts=256", "shape.topk=8", "shape.tokens=4096",
+    ...                               "layer.router.kind=given"])
     >>> round(_layer_device_bytes(job) / 2**30, 1)
     18.2
     >>> job = load_job("layer_deepseek_v3", ["layer.backward=true"]).cases()[1].job

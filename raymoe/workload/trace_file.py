@@ -1,4 +1,4 @@
-"""Reads a trace: expert ids in a `.npy` file, which is not trusted.
+"""Reads a trace: expert ids in a `.npy` file, which is not trusted. Loads no torch: commands read traces before a run.
 
 `numpy.load` also takes archives and pickled objects, waits for a FIFO, and allocates as many values as a header claims.
 This reader takes only files that `numpy.save` writes for an array of integers. It compares the header with the size of
@@ -12,12 +12,15 @@ import math
 import os
 import re
 import stat
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import BinaryIO
 
 import numpy
 
-from raymoe.errors import ConfigError
+from raymoe.config import Job
+from raymoe.config.sections import MOE
+from raymoe.errors import ConfigError, DataRefused, Problem
 
 MOST_IDS = 2**27
 """The ids of a file. They take 1 GiB on each rank."""
@@ -29,6 +32,64 @@ _INTEGER = re.compile(r"[<>|=]?[iu][1248]")
 _ADVICE = "save the ids with numpy.save, integers of shape [tokens, topk] or [steps, tokens, topk]"
 
 Ids = numpy.ndarray[tuple[int, ...], numpy.dtype[numpy.signedinteger]]
+
+
+@dataclass(frozen=True)
+class TraceShape:
+    """The numbers of a job that a trace must match."""
+
+    ranks: int
+    tokens: int
+    topk: int
+    experts: int
+
+
+def check_all(job: Job) -> None:
+    """Read the traces of all cases, and compare shapes and ids with the job. Raises ConfigError with all problems.
+
+    Ranks check again: a file may change, and a machine of a cluster may have another one.
+    """
+    problems = list(dict.fromkeys(_trace_problems(job)))
+    if len(problems) == 1:
+        raise ConfigError(str(problems[0]))
+    if problems:
+        raise ConfigError(f"{len(problems)} problems with traces; the first is {problems[0]}", problems)
+
+
+def _trace_problems(job: Job) -> Iterator[Problem]:
+    tables: dict[str, Ids] = {}
+    for case in job.cases():
+        routing, shape = case.job.routing, case.job.shape
+        if case.job.workload not in MOE or routing.kind != "trace" or routing.file is None:
+            continue
+        try:
+            if routing.file not in tables:
+                tables = {routing.file: read_ids(routing.file)}  # one at a time: a trace may take 1 GiB
+            wanted = TraceShape(case.job.world.ranks, shape.tokens, shape.topk, shape.experts)
+            fitting(tables[routing.file], routing.file, wanted)
+        except (ConfigError, DataRefused) as error:
+            yield Problem("", None, "routing.file", None, str(error), None)
+
+
+def fitting(ids: Ids, path: str, shape: TraceShape) -> Ids:
+    """Return the ids as [steps, tokens, topk] if a job of this shape can use them, else raise the reason."""
+    tokens, topk = ids.shape[-2:] if ids.ndim in (2, 3) else (0, 0)
+    if topk != shape.topk or tokens not in (shape.tokens, shape.ranks * shape.tokens):
+        raise ConfigError(
+            f"{path}: the job needs ids of shape [{shape.tokens} or {shape.ranks * shape.tokens}, {shape.topk}], "
+            f"or a dimension of steps before these two; the file holds {list(ids.shape)}: change shape.tokens "
+            "and shape.topk, or cut the file"
+        )
+    table = ids.reshape(-1, tokens, topk)
+    if table.size == 0:
+        raise ConfigError(f"{path}: the trace holds no steps: give at least one")
+    low, high = int(table.min()), int(table.max())
+    if low < -1 or high >= shape.experts:
+        raise DataRefused(
+            f"{path}: ids go from {low} to {high}, and with {shape.experts} experts they must be in "
+            f"[-1, {shape.experts - 1}]: change shape.experts or the file"
+        )
+    return table
 
 
 def read_ids(path: str) -> Ids:

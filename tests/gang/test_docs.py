@@ -43,6 +43,8 @@ ELSEWHERE = {
     "raymoe submit quickstart": "tests/gang/test_submit_command.py",
     "raymoe submit quickstart --detach": "tests/gang/test_submit_command.py",
     "raymoe attach ID": "tests/gang/test_submit_command.py",
+    "raymoe logs ID": "tests/gang/test_submit_command.py",
+    "raymoe stop ID": "tests/gang/test_submit_command.py",
     "raymoe schema --markdown > docs/configuration.md": "tests/unit/docs/test_configuration_page.py",
     "pytest tests/unit/exchange/peer -k protocol": "tests/unit/exchange/peer/test_protocol_explorer.py",
 }

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import sys
 import threading
 import time
@@ -40,6 +41,7 @@ class FakeHead(ThreadingHTTPServer):
         self.moved_to = ""
         self.asked: list[tuple[str, dict[str, str]]] = []
         self.states: dict[str, dict[str, object]] = {}
+        self.logs: dict[str, str] = {}
 
     @property
     def url(self) -> str:
@@ -70,6 +72,9 @@ class _Handler(BaseHTTPRequestHandler):
             self._answer(200, json.dumps({"version": "4", "ray_version": self.server.version, "ray_commit": ""}))
         elif self.path == "/api/jobs/":
             self._answer(200, json.dumps(list(self.server.states.values())))
+        elif self.path.endswith("/logs"):
+            name = self.path.removeprefix("/api/jobs/").removesuffix("/logs")
+            self._answer(200, json.dumps({"logs": self.server.logs[name]}))
         elif state := self.server.states.get(self.path.removeprefix("/api/jobs/")):
             self._answer(200, json.dumps(state))
         else:
@@ -87,6 +92,10 @@ class _Handler(BaseHTTPRequestHandler):
                 time.sleep(0.05)
 
     def do_POST(self) -> None:
+        name, _, verb = self.path.removeprefix("/api/jobs/").partition("/")
+        if verb == "stop":
+            self.server.states[name] |= {"status": "STOPPED"}
+            return self._answer(200, json.dumps({"stopped": True}))
         job = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
         if self.server.refusals:
             return self._answer(*self.server.refusals.pop(0))
@@ -344,6 +353,80 @@ def test_a_place_for_results_that_cannot_be_written_is_refused_before_anything_i
     refusal = capsys.readouterr().err
     assert f"--out {tmp_path / 'a' / 'b'} cannot be used: {tmp_path} cannot be written" in refusal
     assert fake.submitted == []
+
+
+def test_stop_ends_a_job_and_says_how_to_get_its_results(fake: FakeHead, capsys: pytest.CaptureFixture[str]) -> None:
+    fake.states = {"x": job("x", status="RUNNING"), "y": job("y", status="SUCCEEDED")}
+    assert cli.main(["stop", "x", "--address", fake.url]) == 0
+    copies = f"raymoe attach x --address {fake.url} copies its results"
+    assert capsys.readouterr().err == f"job x has ended: STOPPED; {copies}\n"
+    assert cli.main(["stop", "y", "--address", fake.url]) == 0
+    assert capsys.readouterr().err.startswith("job y had ended before: SUCCEEDED; ")
+    assert fake.states["y"]["status"] == "SUCCEEDED"
+    assert cli.main(["stop", "z", "--address", fake.url]) == 2
+
+
+def test_logs_prints_what_a_job_has_printed_without_control_characters(
+    fake: FakeHead, capsys: pytest.CaptureFixture[str]
+) -> None:
+    fake.logs = {"x": "results go to /a\ncase 1/2 a\x1b[31m: done\n"}
+    assert cli.main(["logs", "x", "--address", fake.url]) == 0
+    assert capsys.readouterr().out == "results go to /a\ncase 1/2 a\\x1b[31m: done\n"
+
+
+def test_jobs_shows_where_running_jobs_are_and_when_they_end(
+    fake: FakeHead, capsys: pytest.CaptureFixture[str]
+) -> None:
+    fake.states = {name: job(name, status="RUNNING", start_time=1) for name in "abc"} | {"d": job("d", start_time=1)}
+    fake.logs = {"a": "case 2/6 x: step 7/50, 2 ms a step; 4 more cases, about 3 min left\n", "b": "results go to /a\n"}
+    assert cli.main(["jobs", "--address", fake.url]) == 0
+    by_job = {line.split()[0]: line for line in capsys.readouterr().out.splitlines()}
+    assert by_job["job"].endswith("progress") and by_job["a"].endswith(" case 2/6, about 3 min left")
+    assert by_job["b"].endswith(" s") and by_job["d"].endswith(" s")
+    assert by_job["c"].endswith("its log cannot be read")
+
+
+class RunningApi(DoneApi):
+    """An API of a job that runs; `stopped` says whether somebody asked to stop it."""
+
+    def __init__(self, number: int) -> None:
+        super().__init__(JobState("x", "RUNNING", "true"))
+        self.number, self.stopped = number, False
+
+    def state(self, _: str) -> JobState:
+        os.kill(os.getpid(), self.number)
+        return self.described
+
+    def stop(self, _: str) -> None:
+        self.stopped = True
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
+def test_attach_leaves_a_job_running_at_the_first_signal(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, number: int
+) -> None:
+    api = RunningApi(number)
+    monkeypatch.setattr(follow, "POLL_S", 30.0)
+    assert commands._follow(api, "x", None, "", stops=False) == 128 + number  # type: ignore[arg-type]
+    assert not api.stopped
+    told = "left job x, which goes on; `raymoe attach x` follows it, `raymoe stop x` stops it\n"
+    assert capsys.readouterr().err == told
+
+
+def test_attach_says_that_ctrl_c_leaves_the_job(
+    fake: FakeHead, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fake.states = {"x": job("x", status="RUNNING")}
+    passed: list[dict[str, object]] = []
+
+    def followed(*_: object, **options: object) -> int:
+        passed.append(options)
+        return 0
+
+    monkeypatch.setattr(commands, "_follow", followed)
+    assert cli.main(["attach", "x", "--address", fake.url]) == 0 and passed == [{"stops": False}]
+    where = f"--address {fake.url}"
+    assert f"Ctrl-C leaves it running, `raymoe stop x {where}` stops it" in capsys.readouterr().err
 
 
 class LostApi:

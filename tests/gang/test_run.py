@@ -95,11 +95,14 @@ def test_resume_keeps_the_finished_cases_of_a_stopped_run(start: Start, head: He
     assert {line["case"] for line in lines} == {"count=3"} and summary["status"] == "stopped"
 
     again = start("--resume", str(run.out), "--address", head.address)
-    again.pids()
+    again.pids(1)
     again.wait_for(r"case 2/2 count=1000000: step")
     again.signal(signal.SIGINT)
     assert again.end(10) == 130
     assert read(run.out)[0] == lines, "the finished case was not kept as it was"
+    _, summary = read(run.out)
+    assert [(one["number"], one["began"]) for one in summary["generations"]] == [(0, "start"), (1, "resume")]
+    assert "generation 1: 1 ranks ready" in again.stderr()
 
 
 def test_a_ray_job_that_is_started_again_continues_in_its_out(start: Start, head: Head, tmp_path: Path) -> None:
@@ -121,7 +124,7 @@ def test_a_ray_job_that_is_started_again_continues_in_its_out(start: Start, head
 
     second = attempt(2)
     second.wait_for(rf"^continues the unfinished run in {out}; 1 case done before$")
-    second.pids()
+    second.pids(1)
     second.wait_for(r"case 2/2 count=1000000: step")
     second.signal(signal.SIGTERM)
     assert second.end(10) == 143

@@ -61,7 +61,7 @@ def test_job_submit_works_before_and_after_a_local_run(
     head_with_auth, its_home = guarded
     its_bare = {"HOME": str(its_home), "RAY_AUTH_MODE": UNSET}
     its_token = {**its_bare, "RAY_AUTH_MODE": "token"}
-    refused = start(configs.write(tmp_path), "--address", head_with_auth.address, env=its_bare)
+    run_sends_it = start(configs.write(tmp_path), "--address", head_with_auth.address, env=its_bare)
     with ThreadPoolExecutor() as pool:
         between = pool.submit(submit, head, home, "raymoe", "--version", env=bare)
         unasked = pool.submit(submit, head_with_auth, its_home, *quick(its_home / "unasked"), env=its_bare)
@@ -73,7 +73,7 @@ def test_job_submit_works_before_and_after_a_local_run(
     code, output = after.result()
     assert code == 0 and "succeeded" in output, output
     assert (its_home / "after" / "summary.json").exists()
-    assert refused.end(60) == 3 and "RAY_AUTH_MODE=token" in refused.last_line()
+    assert run_sends_it.end() == 0, run_sends_it.stderr()
     with prometheus(head_with_auth.folder, tmp_path) as server:  # the metrics port asks for no token
         run = (its_home / "after" / "config.yaml").read_text().splitlines()[0].removeprefix("# raymoe run ")
         assert server.wait_for(f'sum(ray_raymoe_steps_total{{run="{run}"}})')[0].value == 4

@@ -163,7 +163,10 @@ def test_a_detached_job_is_attached_to_and_its_own_exit_code_is_returned(
 
 
 @pytest.mark.thorough
-def test_ctrl_c_twice_leaves_a_job_and_once_stops_it(tool: Tool, head: Head, tmp_path: Path, fault: Fault) -> None:
+@pytest.mark.timeout(400)
+def test_ctrl_c_stops_a_job_and_twice_or_in_attach_leaves_it(
+    tool: Tool, head: Head, tmp_path: Path, fault: Fault
+) -> None:
     work = tmp_path / "work"
     work.mkdir()
     config = Path(configs.write(work, "long", world__ranks=1, steps__count=configs.LONG)).name
@@ -175,24 +178,37 @@ def test_ctrl_c_twice_leaves_a_job_and_once_stops_it(tool: Tool, head: Head, tmp
     command.signal(signal.SIGINT)
     assert command.end(15) == 130
     again = f"raymoe attach {name} --address {head.dashboard}"
-    assert command.last_line() == f"left job {name}, which goes on; `{again}` follows it"
+    told = f"left job {name}, which goes on; `{again}` follows it, `{again.replace('attach', 'stop')}` stops it"
+    assert command.last_line() == told
     api = JobsApi(head.dashboard)
     assert api.state(name).status == "RUNNING"
 
     hangs_up = tool("attach", name, "--address", head.dashboard)
-    follow = tool("attach", name, "--address", head.dashboard, "--out", "stopped")
+    detaches = tool("attach", name, "--address", head.dashboard)
     wait_for_log(hangs_up, "ranks ready")
     hangs_up.signal(signal.SIGHUP)
     assert hangs_up.end(15) == 129 and api.state(name).status == "RUNNING"
 
-    wait_for_log(follow, "ranks ready")
-    fault.strike("job-stop", follow)
-    follow.signal(signal.SIGINT)
-    assert fault.ended(60, tmp_path / "stopped") == 130, follow.stderr()
-    assert api.state(name).status == "STOPPED"
-    assert follow.last_line() == f"stopped by SIGINT; job {name} is STOPPED, finished cases are kept"
+    detaches.wait_for("Ctrl-C leaves it running")
+    wait_for_log(detaches, "ranks ready")
+    detaches.signal(signal.SIGINT)
+    assert detaches.end(15) == 130 and detaches.last_line() == told
+    printed, listed = (tool(*words, "--address", head.dashboard) for words in (("logs", name), ("jobs",)))
+    assert printed.end() == 0 and "ranks ready" in log_of(printed)
+    assert listed.end() == 0 and re.search(rf"^{name} .*RUNNING .* case 1/1", log_of(listed), re.MULTILINE)
+
+    other = tool("submit", job_file(work, config), "--address", head.dashboard, "--out", "stopped")
+    wait_for_log(other, "ranks ready")
+    fault.strike("job-stop", other)
+    other.signal(signal.SIGINT)
+    assert fault.ended(60, tmp_path / "stopped") == 130, other.stderr()
+    stopped = job_id(other)
+    assert api.state(stopped).status == "STOPPED" and api.state(name).status == "RUNNING"
+    assert other.last_line() == f"stopped by SIGINT; job {stopped} is STOPPED, finished cases are kept"
     assert json.loads((tmp_path / "stopped" / "summary.json").read_text())["exit_code"] == 143
 
+    stop = tool("stop", name, "--address", head.dashboard)
+    assert stop.end() == 0 and stop.last_line().startswith(f"job {name} has ended: STOPPED; "), stop.stderr()
     late = tool("attach", name, "--address", head.dashboard)
     assert late.end() == 143, late.stderr()
     assert late.last_line().startswith(f"job {name} was stopped: stopped by SIGTERM")

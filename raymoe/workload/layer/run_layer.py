@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import closing
+from statistics import median
 from time import perf_counter_ns
 
 import torch
@@ -49,6 +50,7 @@ def run_layer(case: Case, world: World, progress: Callable[[Progress], None]) ->
         report = step_listener(progress, steps.total, work=work_of(world, draws, load, traffic, ops))
         samples = measure(world, steps, step, report, f"{case.name}: layer by {backend}")
     bytes_of = {STEP: traffic.both, DISPATCH: traffic.by_op[DISPATCH], COMBINE: traffic.by_op[COMBINE]}
+    tokens = sum(map(inputs.routing.tokens_of, range(world.size)))
     lines = []
     for index, (op, l2) in enumerate(step.ops):
         if op != STEP and not passes.own_router:
@@ -56,6 +58,8 @@ def run_layer(case: Case, world: World, progress: Callable[[Progress], None]) ->
         line = result_line(case, op, bytes_of.get(op, Traffic(0, 0)), samples, index) | shape_keys(case, backend)
         if op not in bytes_of or (op == STEP and passes.backward):
             line |= {"bytes_wire": None, "gbps_wire": None}
+        if op == STEP:  # its time is that of products above all, so a bandwidth of it would mean nothing
+            line |= {"gbps_wire": None, "tokens_per_s": tokens_per_second(tokens, samples.us[index])}
         if passes.own_router:
             line |= {"routing": job.layer.router.kind}
         forward = {STEP: "exchange", DISPATCH: DISPATCH, COMBINE: COMBINE}
@@ -65,6 +69,16 @@ def run_layer(case: Case, world: World, progress: Callable[[Progress], None]) ->
         runs = runs_of(job.shape.tokens, step.keys.get("graph"), l2) if many else 1
         lines.append(line | {"l2": l2, "runs": runs} | step.keys | load_keys(load, index) | net)
     return lines
+
+
+def tokens_per_second(tokens: int, us: Sequence[float]) -> float | None:
+    """Divide the tokens of all ranks by the median time of a step.
+
+    >>> tokens_per_second(2048, [1000.0, 900.0, 4000.0])
+    2048000.0
+    """
+    middle = median(us)
+    return round(tokens / middle * 1e6, 1) if middle else None
 
 
 def draws_of_layer(passes: LayerPasses, inputs: Inputs) -> list[Draw]:

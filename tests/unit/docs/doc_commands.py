@@ -122,8 +122,9 @@ def _raymoe(words: Sequence[str], whole: bool) -> str | None:
     try:
         with commands[name].make_context(f"raymoe {name}", rest) as context:
             given = context.params
-        if name in ("run", "validate", "show") and _is_name(given["config"]):
-            load_job(given["config"], given["sets"] or ())
+        if name in ("run", "validate", "show"):
+            for config in filter(_is_name, given["configs"] if name == "validate" else [given["config"]]):
+                load_job(config, given["sets"] or ())
         if name == "submit" and _is_name(given["job"]):
             load_submission(given["job"], given["sets"] or ())
     except cli.UsageError as error:

@@ -9,10 +9,12 @@ from typing import Any
 
 import pytest
 
+from raymoe import run
 from raymoe.config import load_job
-from raymoe.doctor.examine import CHECKS, examine, needs_of, verdict
+from raymoe.doctor.examine import CHECKS, examine, needs_of, usable_gpus, verdict
 from raymoe.doctor.finding import Finding, Machine, Needs, ProbeOutcome
 from raymoe.errors import PlacementError
+from raymoe.gang.local_gpus import visible_gpus
 
 GIB = 2**30
 NEEDS = Needs("quickstart", "layer", "auto", 4, GIB // 2)
@@ -78,12 +80,13 @@ def tiny_shm() -> ProbeValues:
     return probed
 
 
+ON_GPUS = "quickstart can run here, on 2 GPU ranks; on 4 CPU ranks with --set world.device=cpu"
 MACHINES = {
     "no GPU": (no_gpu, {}, "quickstart can run here, on 4 CPU ranks"),
-    "two H200": (lambda: recorded("two_h200"), {}, "quickstart can run here, on 4 CPU ranks"),
+    "two H200": (lambda: recorded("two_h200"), {}, ON_GPUS),
     "one of two H200": (lambda: recorded("one_of_two_h200"), {}, "quickstart can run here, on 4 CPU ranks"),
     "one H100": (lambda: with_gpus(1, "NVIDIA H100 80GB HBM3"), {}, "quickstart can run here, on 4 CPU ranks"),
-    "four H200": (lambda: with_gpus(4), {}, "quickstart can run here, on 4 CPU ranks"),
+    "four H200": (lambda: with_gpus(4), {}, ON_GPUS),
     "MIG on": (mig_on, {"CUDA IPC": "fail"}, "quickstart can run here, on 4 CPU ranks; GPU ranks cannot: CUDA IPC"),
     "driver 525": (
         driver_525,
@@ -299,3 +302,54 @@ def test_a_check_that_raises_is_reported_as_a_warning(monkeypatch):
     monkeypatch.setattr("raymoe.doctor.examine.Probes", lambda _: Recorded(no_gpu()))
     lines = list(examine())
     assert lines[0].startswith("warn  nothing            this check raised KeyError: 'peers'")
+
+
+@pytest.mark.parametrize(
+    ("make", "gpus"),
+    [(no_gpu, 0), (lambda: with_gpus(4), 4), (mig_on, 0), (no_peer_access, 0), (driver_525, 0)],
+    ids=["no GPU", "four H200", "MIG on", "no peer access", "driver 525"],
+)
+def test_quickstart_uses_gpus_only_where_gpu_ranks_can_run(monkeypatch, make, gpus):
+    asked: list[set[str]] = []
+
+    def recorded_probes(bounds: dict[str, float]) -> Recorded:
+        asked.append(set(bounds))
+        return Recorded(make())
+
+    monkeypatch.setattr("raymoe.doctor.examine.Probes", recorded_probes)
+    assert usable_gpus() == gpus and "ray" not in asked[0]
+
+
+@pytest.mark.parametrize(
+    ("there", "usable", "sets", "config"),
+    [
+        (0, 0, (), "quickstart"),
+        (1, 1, (), "quickstart"),
+        (2, 2, (), "quickstart_gpus"),
+        (2, 2, ("steps.count=3",), "quickstart_gpus"),
+        (2, 2, ("world.ranks=2",), "quickstart"),
+        (8, 0, (), "quickstart"),
+    ],
+)
+def test_the_first_run_takes_the_gpus_of_this_machine(monkeypatch, there, usable, sets, config):
+    monkeypatch.setattr(run, "visible_gpus", lambda: there)
+    monkeypatch.setattr(run, "usable_gpus", lambda: usable)
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+    chosen, notice = run._config_for_here(run.Request("quickstart", sets), "quickstart")
+    assert chosen == config
+    assert (notice is None) == (config == "quickstart" and not (there > 1 and usable < 2))
+    assert run._config_for_here(run.Request("p2p", sets), "p2p") == ("p2p", None)
+    assert run._config_for_here(run.Request("quickstart", sets, address="head:1"), "quickstart") == ("quickstart", None)
+    assert load_job(config).world.device == ("cuda" if config == "quickstart_gpus" else "auto")
+
+
+@pytest.mark.parametrize(
+    ("variable", "count"), [(None, 3), ("", 0), ("0", 1), ("0,2", 2), ("1,-1,0", 1), ("0,1,2,3,4", 3)]
+)
+def test_devices_that_cuda_hides_do_not_count(monkeypatch, tmp_path, variable, count):
+    for name in ("nvidia0", "nvidia1", "nvidia7", "nvidiactl", "nvidia-uvm", "null"):
+        (tmp_path / name).touch()
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    if variable is not None:
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", variable)
+    assert visible_gpus(tmp_path) == count

@@ -8,6 +8,7 @@ import sys
 import time
 from pathlib import Path
 
+import numpy
 import pytest
 import yaml
 
@@ -38,6 +39,71 @@ def test_validate_prints_workload_ranks_and_cases(capsys, tmp_path):
     )
 
 
+def test_validate_takes_several_files_and_names_the_problems_of_all(capsys, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    Path("a.yaml").write_text("workload: layer\nshape: {hiden: 8}\n")
+    Path("b.yaml").write_text("workload: exchange\n")
+    code, out, err = in_process(capsys, "validate", "a.yaml", "b.yaml", "none", "quickstart")
+    assert (code, out.splitlines()) == (
+        2,
+        ["b.yaml is valid: exchange on 4 ranks, 1 case", "quickstart is valid: layer on 4 ranks, 1 case"],
+    )
+    assert err[:2] == [
+        "a.yaml: line 2, shape.hiden = 8: unknown key, did you mean 'hidden'?",
+        err[1],
+    ]
+    assert err[1].startswith("none: neither a file nor a packaged config")
+    assert len(err) == 3 and err[2].startswith("2 of 4 configs are wrong; the first: a.yaml has 1 problem: line 2")
+
+
+@pytest.mark.parametrize(
+    ("ids", "says"),
+    [
+        (numpy.zeros((8, 3), numpy.int64), "the job needs ids of shape [4 or 8, 2]"),
+        (numpy.full((8, 2), 99), "ids go from 99 to 99, and with 8 experts they must be in [-1, 7]"),
+        (numpy.zeros((8, 2)), "the trace must hold integers"),
+    ],
+    ids=["shape", "range", "floats"],
+)
+def test_a_wrong_trace_is_refused_before_a_gang_starts(capsys, tmp_path, monkeypatch, ids, says):
+    monkeypatch.chdir(tmp_path)
+    numpy.save("ids.npy", ids)
+    Path("x.yaml").write_text(
+        "workload: exchange\nworld: {ranks: 2, device: cpu}\nshape: {tokens: 4, experts: 8, topk: 2, hidden: 64}\n"
+        "routing: {kind: trace, file: ids.npy}\n"
+    )
+    for arguments in (["validate", "x.yaml"], ["run", "x.yaml"], ["submit", "job.yaml", "--dry-run"]):
+        Path("job.yaml").write_text("config: x.yaml\naddress: http://head:8265\nruntime_env: {working_dir: .}\n")
+        code, _, err = in_process(capsys, *arguments)
+        assert code == 2 and says in err[-1] and "routing.file: " in err[-1], (arguments, err)
+    assert not Path("runs").exists()
+
+
+def test_the_process_that_forks_has_no_thread_after_it_read_a_trace(tmp_path):
+    numpy.save(tmp_path / "ids.npy", numpy.zeros((8, 2), numpy.int64))
+    config = write(tmp_path, "workload: exchange\nshape: {topk: 2}\nrouting: {kind: trace, file: ids.npy}\n")
+    program = (
+        "import os, sys; from raymoe.run import Request, run\n"
+        f"try: run(Request({config!r}, ('shape.tokens=3',)))\n"
+        "except Exception as error: print(type(error).__name__)\n"
+        "print('numpy' in sys.modules, len(os.listdir('/proc/self/task')), os.environ.get('OPENBLAS_NUM_THREADS'))"
+    )
+    several = os.environ | {"PYTHONPATH": python_path(), "OPENBLAS_NUM_THREADS": "3"}
+    ended = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, env=several, check=True)
+    assert ended.stdout.split() == ["ConfigError", "True", "1", "3"]
+
+
+def test_all_cases_of_a_trace_are_checked(capsys, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    numpy.save("ids.npy", numpy.zeros((8, 2), numpy.int64))
+    Path("x.yaml").write_text(
+        "workload: exchange\nworld: {ranks: 2, device: cpu}\nshape: {experts: 8, topk: 2, hidden: 64}\n"
+        "routing: {kind: trace, file: ids.npy}\nmatrix: {shape.tokens: [4, 5, 6, 8]}\n"
+    )
+    code, _, err = in_process(capsys, "validate", "x.yaml")
+    assert code == 2 and len(err) == 3 and err[-1].startswith("2 problems with traces; the first is routing.file: ")
+
+
 def test_all_problems_go_to_stderr_and_the_last_line_sums_up(capsys, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     Path("x.yaml").write_text("workload: layer\nshape:\n  topk: 2\n  hiden: 1024\n")
@@ -63,8 +129,8 @@ def test_a_single_problem_is_printed_once(capsys):
     [
         ([], "Missing command; raymoe --help tells more"),
         (["foo"], "No such command 'foo'"),
-        (["validate"], "Missing argument 'CONFIG'; raymoe validate --help tells more"),
-        (["validate", "a", "b"], "unexpected extra argument"),
+        (["validate"], "Missing argument 'CONFIG...'; raymoe validate --help tells more"),
+        (["show", "a", "b"], "unexpected extra argument"),
         (["validate", "a", "--nope"], "No such option: --nope"),
         (["validate", "a", "--set"], "requires an argument"),
     ],

@@ -74,7 +74,7 @@ def make(path: Path, lines: Sequence[Line] = EVERY_KIND, exit_code: int = 0, mes
         run.write_environment(ENVIRONMENT)
         for case in dict.fromkeys(line["case"] for line in lines):
             run.add_case([line for line in lines if line["case"] == case])
-        generations = [Generation(3.5, "rank 1 died", 1), Generation(3.25, message)]
+        generations = [Generation(3.5, "rank 1 died", 1), Generation(3.25, message, number=1, began="restart")]
         run.write_summary(Summary.of(exit_code, message, sorted(run.finished()), run.finished(), generations))
     return path
 

@@ -11,7 +11,7 @@ from tests.unit.report.chromium import measure, open_page
 from tests.unit.report.run_directories import make, report
 
 PHONE, DESKTOP = 390, 1280
-HEADINGS = ["What changed", "What was run on what", "Figures", "All results", "Cases and generations"]
+HEADINGS = ["What changed", "Figures", "All results", "What was run on what", "Cases and generations"]
 
 
 @pytest.fixture(scope="module")

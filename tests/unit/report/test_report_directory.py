@@ -112,9 +112,9 @@ def test_resume_keeps_finished_cases_name_config_and_generations(tmp_path):
         second.write_environment({})
         assert not (second.path / "summary.json").exists(), "the summary of a run that goes on must be removed"
         second.add_case(exchange_case("collective", 200.0))
-        second.write_summary(Summary.of(0, "", ["a"], ["a"], [Generation(3.0)]))
+        second.write_summary(Summary.of(0, "", ["a"], ["a"], [Generation(3.0, number=1, began="resume")]))
     record = Record.read(tmp_path / "r")
-    assert record.generations == (Generation(2.0, "rank 1 died", 1), Generation(3.0))
+    assert record.generations == (Generation(2.0, "rank 1 died", 1), Generation(3.0, number=1, began="resume"))
     assert [line["case"] for line in record.lines] == ["backend=host"] * 3 + ["backend=collective"] * 3
 
 

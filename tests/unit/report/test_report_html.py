@@ -348,6 +348,14 @@ def test_a_bug_of_the_page_is_told_and_changes_no_exit_code(monkeypatch, tmp_pat
     assert "report.html or plots/ is missing, a bug in raymoe: KeyError: 'x'" in capsys.readouterr().err
 
 
+def test_figures_come_before_the_config_and_one_sentence_compares_the_backends(tmp_path):
+    """On a phone the config takes several screens."""
+    record = Record.read(make(tmp_path / "run", [*exchange_case("host", 5.0), *exchange_case("collective", 8.5)]))
+    html = page([record])
+    assert html.index("<figure") < html.index('id="what"')
+    assert html.index("exchange: host is 1.70x as fast as collective at 512 tokens a rank") < html.index("<figure")
+
+
 def test_a_resumed_run_has_no_page_of_its_earlier_end(tmp_path):
     run = make(tmp_path / "run", exchange_case("host", 5.0), 4, "rank 1 died")
     write_page(run, [Record.read(run)])

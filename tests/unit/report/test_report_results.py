@@ -12,7 +12,7 @@ CONTRACT = """
 run generation case workload op backend transport wire graph pattern src dst bytes ranks domains chunks tokens rows
 hidden ffn experts topk dtype routing seed layout alignment padding sms stages beside l2 leaves_out skipped samples runs
 us_p50 us_p99 us_min us_max host_us_p50 timeline bytes_wire gbps_wire bytes_net bytes_memory gbps_memory bytes_weights
-tflops bytes_peak bytes_kept expert_load_imbalance expert_load verified max_error device commit
+tflops tokens_per_s bytes_peak bytes_kept expert_load_imbalance expert_load verified max_error device commit
 """
 
 
@@ -70,15 +70,15 @@ def test_status_follows_the_exit_code(code, status):
 
 def test_summary_has_the_shape_of_the_contract():
     generation = Generation(1.25, "rank 2 died", 2)
-    summary = Summary.of(4, "rank 2 died twice", ["a", "b"], {"a"}, [generation, Generation()])
+    summary = Summary.of(4, "rank 2 died twice", ["a", "b"], {"a"}, [generation, Generation(number=1, began="restart")])
     assert json.loads(json.dumps(summary.as_dict())) == {
         "status": "failed",
         "exit_code": 4,
         "message": "rank 2 died twice",
         "cases": {"a": "done", "b": "not done"},
         "generations": [
-            {"ready_s": 1.25, "cause": "rank 2 died", "culprit": 2},
-            {"ready_s": None, "cause": None, "culprit": None},
+            {"ready_s": 1.25, "cause": "rank 2 died", "culprit": 2, "number": 0, "began": "start"},
+            {"ready_s": None, "cause": None, "culprit": None, "number": 1, "began": "restart"},
         ],
     }
     assert generations_of(summary.as_dict()) == summary.generations

@@ -29,6 +29,17 @@ def test_a_plain_table_compares_backends():
     ]
     assert cells(rows[3])[-1] == "1.00x"
     assert "tokens 512" in text.splitlines()[0], "values that all lines share are above the table"
+    assert "imbalance 2.00" in " ".join(text.splitlines()[:2])
+    assert text.splitlines()[2] == "exchange: host is 2.00x as fast as collective at 512 tokens a rank"
+
+
+def test_an_imbalance_that_differs_has_a_column():
+    lines = [*exchange_case("host", 1.0), *(line | {"case": "kind=hot"} for line in exchange_case("host", 1.0))]
+    for line in lines[3:]:
+        line["expert_load_imbalance"] = 7.5
+    rows = render(lines).splitlines()
+    assert any("imbalance" in row and "p50 us" in row for row in rows) and "imbalance 2.00" not in rows[0]
+    assert sum("7.50" in row for row in rows) == 3
 
 
 def test_numbers_are_aligned_to_the_right():

@@ -5,6 +5,8 @@ import hashlib
 import io
 import json
 import os
+import shutil
+import subprocess
 import tarfile
 import threading
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -15,8 +17,10 @@ import pytest
 import raymoe
 from raymoe.config import Job, load_job
 from raymoe.errors import CannotWrite, ClusterError, ConfigError
+from raymoe.report import environment as environment_module
 from raymoe.report import storage, transfer
 from raymoe.report.directory import RAY_JOB, RunDirectory
+from raymoe.report.environment import environment, submitted_commit, uploaded_commit
 from raymoe.report.opening import open_directory
 from raymoe.report.ray_job import run_name, version_notice
 from raymoe.report.results import Record, Summary
@@ -340,6 +344,27 @@ def test_a_run_of_raymoe_submit_has_the_name_of_its_job(under_ray, home, tmp_pat
 def test_what_is_no_ray_job_gives_a_run_of_its_own_name(home, monkeypatch, text):
     monkeypatch.setenv(RAY_JOB, text)
     assert run_name("x").startswith("x-") and version_notice() is None
+
+
+def test_a_job_that_uploads_sources_records_their_commit(home, monkeypatch, tmp_path):
+    """The upload has no .git; the commit is that of the directory from which the job was submitted."""
+    sources = tmp_path / "sources"
+    (sources / "raymoe").mkdir(parents=True)
+    (sources / "raymoe" / "__init__.py").touch()
+    git = ["git", "-C", str(sources), "-c", "user.name=a", "-c", "user.email=a@b", "-c", "init.defaultBranch=main"]
+    for words in (["init", "-q"], ["add", "."], ["commit", "-qm", "a"]):
+        subprocess.run([*git, *words], check=True)
+    head = subprocess.run([*git, "rev-parse", "HEAD"], check=True, capture_output=True, text=True).stdout[:12]
+    metadata = uploaded_commit(str(sources))
+    assert metadata == {"raymoe_commit": head} and uploaded_commit(str(tmp_path)) == {}
+
+    monkeypatch.setenv(RAY_JOB, json.dumps({"metadata": {"job_submission_id": JOB, **metadata}}))
+    shutil.rmtree(sources / ".git")
+    assert submitted_commit(sources) is None, "this process does not run in the upload"
+    monkeypatch.chdir(sources)
+    assert submitted_commit(sources) == head
+    monkeypatch.setattr(environment_module, "SOURCES", sources)
+    assert environment()["commit"] == head
 
 
 @pytest.mark.parametrize("here", ["0.0.9", "9.0.0"], ids=["newer cluster", "older cluster"])

@@ -54,6 +54,9 @@ def test_a_layer_gives_a_verified_line_for_the_step_and_each_part(pool: RankPool
         if (undisturbed := max(parts) < step and sum(parts) > 0.5 * step) or attempt == 5:
             break
     assert undisturbed, (step, parts)
+    assert lines[0]["gbps_wire"] is None, "the time of a whole layer is no time of a transfer"
+    assert lines[0]["tokens_per_s"] == pytest.approx(ranks * lines[0]["tokens"] / lines[0]["us_p50"] * 1e6, rel=1e-3)
+    assert not any("tokens_per_s" in line for line in lines[1:])
     assert [line["op"] for line in lines if line["bytes_wire"]] == (
         ["step", "dispatch", "combine"] if ranks > 1 else []
     )
