@@ -333,6 +333,8 @@ torch.library.register_autograd("raymoe::gated_activation", _gated_backward, set
 @torch.library.impl("raymoe::weigh_gradients", _DEVICES)
 def _weigh_gradients(dy: Tensor, weights: Tensor, offsets: Tensor, rows: Tensor | None) -> Tensor:
     d_weights = weights.new_empty(0 if rows is None else len(dy))
+    if not len(dy):  # an exact dispatch brought no rows, and no grid has no blocks
+        return d_weights
     if row_launch.takes(dy) and expert_kernels.weighs(dy):
         factors = _dense_if(rows), as_dense(weights), None if rows is None else d_weights
         WeighGradients(dy, *factors, _places(offsets)).launch()

@@ -89,7 +89,7 @@ def edges(backend: str, size: int) -> list[Case]:
     ]
     cases = [Case(size, spec, backend, routing, seed) for seed, spec in enumerate(specs)]
     cases[-2] = replace(cases[-2], routing=("uniform", "masked"), wide_topk_idx=False, prefix=True)
-    return cases
+    return [*cases, *(replace(case, exact=True) for case in (cases[6], cases[9], cases[-1]))]
 
 
 def drawn(backend: str, size: int, seed: int, count: int) -> list[Case]:

@@ -39,8 +39,8 @@ def test_gradients_equal_autograd_in_float64(
 ) -> None:
     size = min(RANKS, 4)
     spec = ExchangeSpec(tokens=40, hidden=64, experts=4 * size, topk=3, dtype=dtype, layout=layout, padding="zero")
-    for weighted in (True, False):
-        case = Case(size, spec, backend, ROUTINGS, seed=3, weighted=weighted, prefix=True)
+    for weighted, exact in ((True, False), (False, False), (True, True), (False, True)):
+        case = Case(size, spec, backend, ROUTINGS, seed=3, weighted=weighted, prefix=True, exact=exact)
         judge_gradients(case, ranks.run(size, run_gradients, case), bound)
 
 

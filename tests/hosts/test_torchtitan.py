@@ -31,7 +31,7 @@ def judge(result: dict[str, Any], bound: float) -> None:
 
 def test_logits_loss_and_gradients_equal_those_of_its_all_to_all(on_ranks: Run) -> None:
     """Two layers, two steps. Full checkpointing dispatches again; selective does not, by raymoe's list alone."""
-    counts = {"none": 8, "full": 12, "selective": 8, "own selective": 12}
+    counts = {"none": 8, "full": 12, "selective": 8, "own selective": 12, "hybridep": 8}
     for found in results_of(on_ranks("torchtitan", 2, MODEL, ",".join(counts), "1")):
         for kind, dispatches in counts.items():
             judge(found[kind], 1e-5)

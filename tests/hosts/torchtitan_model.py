@@ -2,9 +2,9 @@
 
     python -m torch.distributed.run --standalone --nproc-per-node 2 -m tests.hosts.torchtitan_model none,full 1
 
-The arguments are the kinds of activation checkpointing, or `compiled`, and the degree of tensor parallelism. Rank 0
-prints a line of JSON with the largest differences. `saved FOLDER` on two ranks saves a checkpoint of other weights and
-the logits of rank 0; on one rank it compares them.
+The arguments are kinds, and the degree of tensor parallelism. A kind is one of activation checkpointing, `compiled`, or
+`hybridep`, where raymoe replaces HybridEP's dispatcher. Rank 0 prints a line of JSON with the largest differences.
+`saved FOLDER` on two ranks saves a checkpoint of other weights and the logits of rank 0; on one rank it compares them.
 """
 
 from __future__ import annotations
@@ -98,7 +98,8 @@ def build(case: Case, host: str) -> tuple[torch.nn.Module, list[str]]:
     dims = ParallelDims.from_config(parallelism, ranks)
     dims.build_mesh()
     dist_utils.set_spmd_backend("partial_dtensor")
-    spec = model_registry("debugmodel_moe", attn_backend="flex", moe_comm_backend="standard")
+    replaced = "hybridep" if case.checkpointing == "hybridep" and host == RAYMOE else "standard"
+    spec = model_registry("debugmodel_moe", attn_backend="flex", moe_comm_backend=replaced)
     spec.model.layers = spec.model.layers[:2]
     training = TrainingConfig(local_batch_size=BATCH, seq_len=LENGTH, mixed_precision_param="float32")
     spec.model.update_from_config(config=types.SimpleNamespace(parallelism=parallelism, training=training))

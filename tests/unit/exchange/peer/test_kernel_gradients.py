@@ -78,6 +78,29 @@ def check_step(emulator: Emulator, backends: Sequence[EmulatedBackend], counts: 
         assert torch.equal(y.float(), there.sum(dim=1, keepdim=True).float().expand(y.shape))
 
 
+@pytest.mark.parametrize("kind", ["fused", "ll", "staged"])
+def test_a_combine_accesses_no_row_after_the_last_offset(kind: str) -> None:
+    """The emulator ends a kernel that does. One rank receives no rows at all."""
+    spec = replace(SPEC, dtype="float32", alignment=1)
+    with Emulator(RANKS) as emulator:
+        backends = [backend(kind, space, spec) for space in workspaces(emulator, spec)]
+        ids, weights = torch.tensor([[0, 2, -1], [1, 1, 0]]), torch.tensor([[0.5, 2.0, 9.0], [1.0, 0.25, 4.0]])
+        tokens = Tokens(torch.ones(2, spec.hidden), ids, weights, None)
+        shape = spec.rows(RANKS), spec.hidden
+        got = [each.dispatch(tokens, each.new(shape, torch.float32, "out")) for each in backends]
+        emulator.run(seed=1)
+        assert [found.count() for found in got] == [2 * 5, 0]
+        ys = []
+        for each, found in zip(backends, got, strict=True):
+            rows = each.new((found.count(), spec.hidden), torch.float32, "expert rows").fill_(1.0)
+            ys.append(each.new((2, spec.hidden), torch.float32, "y"))
+            each.combine(rows, found, True, ys[-1])
+        emulator.run(seed=2)
+        for each, y in zip(backends, ys, strict=True):
+            each.check()
+            assert y[:, 0].tolist() == [2.5, 5.25]
+
+
 @pytest.mark.one_in(3)
 @pytest.mark.parametrize("kind", ["fused", "ll", "staged", "copied"])
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])
