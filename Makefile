@@ -54,9 +54,8 @@ endif
 
 test-all: $(STAMP) ## run the tests that `make test` leaves out, and no other ones: every case of every rule
 	$(call HALVES,-m $(THOROUGH))
-	$(BIN)/pytest -m $(THOROUGH) tests/hosts
 
-hosts: $(STAMP) ## run raymoe inside torchtitan, a part of test-all; its packages are installed into .hosts/ (minutes)
+hosts: $(STAMP) ## run raymoe inside torchtitan and Megatron-Core, which are installed into .hosts/ (ten minutes and more)
 	$(BIN)/pytest -m $(THOROUGH) tests/hosts
 
 durations: $(STAMP) ## time every test file of `make test` and `make test-all` (needs an idle machine)
