@@ -125,7 +125,7 @@ def test_layer_gives_one_verified_line_for_a_case(pool: RankPool, ranks: int) ->
     lines = run(pool, job("layer", ranks, routing={"ragged": True, "masked": 0.1}, steps={"count": 52}))
     assert [line["op"] for line in lines] == ["step"]
     assert lines[0]["verified"] is True and 0 < lines[0]["max_error"] <= 6e-2
-    assert (lines[0]["gbps_wire"] is None) == (ranks == 1)
+    assert lines[0]["gbps_wire"] is None and bool(lines[0]["bytes_wire"]) == (ranks > 1)
 
 
 def test_a_world_of_one_rank_sends_no_bytes(pool: RankPool) -> None:
