@@ -59,6 +59,8 @@ class Waiter:
         """Called now and then in a wait that is long. It ends the wait if it raises."""
         self.reason: str | None = None
         """Why this rank was told to stop; None if it was not."""
+        self.interrupted: Aborted | None = None
+        """The error of a stop that a caller of this rank's waits kept, to give what it had so far."""
         self._listeners: list[Callable[[str], None]] = []
         self._lock = threading.Lock()  # between `abort` and `on_abort`: each listener is called once
         self.fence = _choose_fence()
