@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 import shutil
 import sys
+from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -22,6 +23,7 @@ from raymoe.gang.local_ray import configure, remove_session
 from raymoe.gang.main_process import Send, Stopped, Work, run_in_child
 from raymoe.gang.messages import (
     CaseDone,
+    CaseStopped,
     Connected,
     GenerationEnded,
     Message,
@@ -39,7 +41,7 @@ from raymoe.report.history import numbered
 from raymoe.report.opening import open_directory
 from raymoe.report.progress import ProgressBar
 from raymoe.report.ray_job import version_notice
-from raymoe.report.results import RESTART, RESUME, START, STOPPED, Generation, Record, Summary, complete
+from raymoe.report.results import RESTART, RESUME, START, STOPPED, Generation, Line, Record, Summary, complete
 from raymoe.report.storage import Mirror
 from raymoe.report.tables import render
 from raymoe.report.trace import ChromeTrace
@@ -122,6 +124,7 @@ class Recorder:
     facts: dict[str, object] = field(default_factory=dict)  # content of environment.json
     generations: list[Generation] = field(default_factory=list)
     trace: ChromeTrace = field(init=False)
+    stopped: list[Line] = field(default_factory=list)  # of the case in which the gang was told to stop
     _ready_s: float | None = None
     _number: int = 0  # of the generation that was ready last
 
@@ -151,22 +154,24 @@ class Recorder:
                 self.trace.add(process, host, spans)
                 self.trace.shift(host, shift.seconds, shift.error)
             case CaseDone(case, generation, lines):
-                commit = str(self.facts["commit"]) if self.facts["commit"] else None
-                run = self.directory.run
-                self.directory.add_case(
-                    [complete(line, run=run, generation=generation, commit=commit) for line in lines]
-                )
+                self.directory.add_case(self._completed(lines, generation))
                 if self.mirror is not None:
                     self.mirror.start()
                 self.progress.case_done(case)
                 for reason in dict.fromkeys(line["skipped"] for line in lines if line.get("skipped")):
                     self.progress.note(f"{case} is skipped: {reason}")
+            case CaseStopped(generation, lines):
+                self.stopped = self._completed(lines, generation)
             case GenerationEnded(generation, cause, culprit, explanation, restarting):
                 began = self._began(generation)
                 self.generations.append(Generation(self._ready_s, cause, culprit, generation, began))
                 self._ready_s = None
                 if restarting:
                     self.progress.note(f"generation {generation}: {explanation}; starting the gang again")
+
+    def _completed(self, lines: Sequence[Mapping[str, object]], generation: int) -> list[Line]:
+        commit = str(self.facts["commit"]) if self.facts["commit"] else None
+        return [complete(line, run=self.directory.run, generation=generation, commit=commit) for line in lines]
 
     def _began(self, generation: int) -> str:
         if generation > self.directory.first_generation:
@@ -180,6 +185,11 @@ class Recorder:
             began = self._began(self._number)
             self.generations.append(Generation(self._ready_s, cause, None, self._number, began))
             self._ready_s = None
+        if outcome.exit_code in STOPPED and self.stopped:
+            self.directory.add_stopped(self.stopped)
+            case, samples = self.stopped[0]["case"], self.stopped[0]["samples"]
+            self.progress.note(f"{case} was stopped: its lines have {samples} samples, and are marked as stopped")
+            self.stopped = []
         summary = Summary.of(
             outcome.exit_code, outcome.message, self.cases, self.directory.finished(), self.generations
         )

@@ -28,6 +28,7 @@ from raymoe.gang.messages import (
     Alive,
     Bounded,
     CaseDone,
+    CaseStopped,
     Connected,
     Ending,
     GenerationEnded,
@@ -229,6 +230,8 @@ class Driver:
         self.watch.on(event, before, self.state)
         if before.verdict is None and self.state.verdict is not None and self.state.verdict.restartable:
             self.lost = before.generation, time.monotonic() if self.lost is None else self.lost[1]
+        if isinstance(event, sv.Failed) and event.rank == 0 and event.failure.lines:
+            self.send(CaseStopped(before.generation, event.failure.lines))
         if isinstance(event, sv.Wired) and self.gang is not None:
             self.send(Ready(before.generation, time.monotonic() - self.generation_began, self.gang.describe_ranks()))
         if self.state.phase is sv.Phase.CLEARING and self.state.final and self.state.verdict is not None:

@@ -112,6 +112,14 @@ class CaseDone:
 
 
 @dataclass(frozen=True)
+class CaseStopped:
+    """A case was stopped before its last step. `lines` have the samples so far."""
+
+    generation: int
+    lines: tuple[dict[str, object], ...]
+
+
+@dataclass(frozen=True)
 class GenerationEnded:
     """A generation has ended. `restarting`: another one follows."""
 
@@ -146,6 +154,7 @@ Message = (
     | Progressed
     | Profiled
     | CaseDone
+    | CaseStopped
     | GenerationEnded
     | RunOutcome
 )

@@ -155,6 +155,7 @@ class Rank:
         self.log = RankLog(index)
         self.generation = 0
         self.silence: SilenceWatch | None = None
+        self.stopped_lines: tuple[Line, ...] = ()  # of the case that this rank was told to stop in
 
     def __repr__(self) -> str:
         return f"Rank({self.index}, {self.run_name})"
@@ -276,6 +277,9 @@ class Rank:
             with self._phase(f"case {case.name}"), nvtx_range(world.device, f"case {case.name}"):
                 idle_since = time.monotonic()
                 lines = run_case(case, world, progressed)
+            if world.waiter.interrupted is not None:
+                self.stopped_lines = tuple({**line, "stopped": True} for line in lines)
+                raise world.waiter.interrupted
             now.finished.append((case.name, tuple(lines)))
         self._enter("done")
 
@@ -321,6 +325,7 @@ class Rank:
             message,
             peer,
             None if known else traceback.format_exc(),
+            self.stopped_lines,
         )
 
 

@@ -30,13 +30,17 @@ WITH_RANKS = (Phase.STARTING, Phase.WIRING, Phase.RUNNING, Phase.ENDING)
 
 @dataclass(frozen=True)
 class Failure:
-    """The error that a rank reports. `peer` is the rank that it waited for, if it waited."""
+    """The error that a rank reports. `peer` is the rank that it waited for, if it waited.
+
+    `lines` are the result lines of the case that it stopped in, with the samples so far.
+    """
 
     kind: str
     exit_code: int
     message: str
     peer: int | None = None
     traceback: str | None = None
+    lines: tuple[dict[str, object], ...] = ()
 
     @property
     def may_be_consequence(self) -> bool:

@@ -64,6 +64,8 @@ class Waiter:
         """The error for which this rank or a peer gave up (`raymoe.memory.giving_up`)."""
         self.beat: Callable[[int], None] | None = None
         """Called now and then in a wait that is long, with the peer. It lets other ranks see that this one waits."""
+        self.interrupted: Aborted | None = None
+        """The error of a stop that a caller of this rank's waits kept, to give what it had so far."""
         self._listeners: list[Callable[[str], None]] = []
         self._lock = threading.Lock()  # between `abort` and `on_abort`: each listener is called once
         self.fence = _choose_fence()

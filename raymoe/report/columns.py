@@ -153,6 +153,8 @@ def columns_of(lines: Sequence[Line]) -> list[Column]:
             columns.append(Column(header, [f"{share:.0%}" if share else "-" for share in shares], right=True))
     if any(ratios := speedups(lines)):
         columns.append(Column("vs slowest", [f"{ratio:.2f}x" if ratio else "-" for ratio in ratios], right=True))
+    if any(line["stopped"] for line in lines):
+        columns.append(Column("stopped", [f"after {line['samples']}" if line["stopped"] else "-" for line in lines]))
     if any(line["leaves_out"] or line["skipped"] for line in lines):
         columns.append(Column("leaves out", [_leaves_out(line) for line in lines]))
     return columns

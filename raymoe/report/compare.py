@@ -12,7 +12,16 @@ from enum import StrEnum
 from pathlib import Path
 
 from raymoe.report.columns import SETTINGS, Column, byte_size, case_settings, setting_columns, show
-from raymoe.report.results import ENVIRONMENT, MOST_MESSAGE, Line, Record, displayed, read_document, shortened
+from raymoe.report.results import (
+    ENVIRONMENT,
+    MOST_MESSAGE,
+    Line,
+    Record,
+    displayed,
+    finished_cases,
+    read_document,
+    shortened,
+)
 from raymoe.report.tables import plain_table, render
 
 LEAST_CHANGE = 0.02
@@ -283,7 +292,7 @@ def overview(records: Sequence[Record], *, terminal: bool = False, width: int = 
 
 def headline(record: Record) -> str:
     """Say how a run ended."""
-    cases = len({line["case"] for line in record.lines})
+    cases = len(finished_cases(record.lines))
     finished = f"{cases} finished case{'' if cases == 1 else 's'}"
     summary = record.summary
     if summary is None:

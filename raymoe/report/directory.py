@@ -41,6 +41,7 @@ from raymoe.report.results import (
     Record,
     Summary,
     encode,
+    finished_cases,
     read_document,
 )
 
@@ -305,12 +306,20 @@ class RunDirectory:
             raise ValueError(f"add_case takes the lines of one case, got {len(lines)} lines of {len(cases)} cases")
         if cases <= self.finished():
             raise ValueError(f"case {cases.pop()!r} is already in {self.path / RESULTS}")
-        all_lines = [*self._lines, *lines]
+        kept = [line for line in self._lines if line["case"] not in cases]  # all but those of an earlier stop
+        self._write_lines([*kept, *lines])
+
+    def add_stopped(self, lines: Sequence[Line]) -> None:
+        """Add the lines of a case that was stopped. They do not make it finished: a resumed run replaces them."""
+        cases = {line["case"] for line in lines}
+        self._write_lines([*(line for line in self._lines if line["case"] not in cases), *lines])
+
+    def _write_lines(self, all_lines: list[Line]) -> None:
         write_atomically(self.path / RESULTS, "".join(map(encode, all_lines)))
         self._lines = all_lines
 
     def finished(self) -> set[str]:
-        return {str(line["case"]) for line in self._lines}
+        return finished_cases(self._lines)
 
     def lines(self) -> list[Line]:
         return list(self._lines)

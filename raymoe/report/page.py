@@ -47,6 +47,7 @@ from raymoe.report.results import (
     Line,
     Record,
     displayed,
+    finished_cases,
     read_document,
     shortened,
 )
@@ -144,7 +145,7 @@ def _facts(shown: Shown, wrong: int) -> Iterator[tuple[str, object]]:
     summary = record.summary or {}
     if "exit_code" in summary:
         yield "exit code", summary["exit_code"]
-    finished = len({line["case"] for line in lines})
+    finished = len(finished_cases(lines))
     cases = summary.get("cases")
     yield "cases finished", f"{finished} of {len(cases)}" if isinstance(cases, dict) else finished
     yield "verified", _verified(lines, wrong)

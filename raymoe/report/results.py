@@ -49,7 +49,7 @@ KEYS = (
         "routing",
         "seed",
     ),
-    *("layout", "alignment", "padding", "sms", "stages", "beside", "l2", "leaves_out", "skipped"),
+    *("layout", "alignment", "padding", "sms", "stages", "beside", "l2", "leaves_out", "skipped", "stopped"),
     *("samples", "runs", "us_p50", "us_p99", "us_min", "us_max", "host_us_p50", "timeline"),
     *(
         "bytes_wire",
@@ -71,7 +71,7 @@ LATER_KEYS = frozenset(
     {
         *("beside", "l2", "leaves_out", "skipped", "host_us_p50", "timeline", "expert_load_imbalance", "expert_load"),
         *("stages", "bytes_memory", "gbps_memory", "bytes_peak", "bytes_kept", "domains", "bytes_net"),
-        *("chunks", "runs", "rows", "ffn", "bytes_weights", "tflops", "tokens_per_s"),
+        *("chunks", "runs", "rows", "ffn", "bytes_weights", "tflops", "tokens_per_s", "stopped"),
     }
 )
 """Keys that lines of earlier versions lack. They are read as null."""
@@ -128,7 +128,7 @@ KINDS |= dict.fromkeys(("src", "dst", "ranks", "domains"), rank)
 KINDS |= dict.fromkeys(("us_p50", "us_p99", "us_min", "us_max", "host_us_p50", "gbps_wire", "max_error"), number)
 KINDS |= dict.fromkeys(("rows", "ffn", "bytes_weights"), count)
 KINDS |= dict.fromkeys(("gbps_memory", "tflops", "tokens_per_s"), number)
-KINDS |= dict.fromkeys(("graph", "verified"), flag) | {"timeline": timeline}
+KINDS |= dict.fromkeys(("graph", "verified", "stopped"), flag) | {"timeline": timeline}
 KINDS |= {"expert_load_imbalance": number, "expert_load": load}
 """The kind of each key's value. A value may also be null, except for NEEDED keys."""
 
@@ -158,6 +158,15 @@ def complete(measured: Mapping[str, object], *, run: str, generation: int, commi
             raise ValueError(f"a result line of case {case!r} has {key} = {value}, which JSON cannot hold")
     known = {**measured, "run": run, "generation": generation, "commit": commit}
     return {key: known.get(key) for key in KEYS}
+
+
+def finished_cases(lines: Iterable[Line]) -> set[str]:
+    """Name the cases of these lines whose steps were all done. A case that was stopped has lines with samples so far.
+
+    >>> sorted(finished_cases([{"case": "a", "stopped": None}, {"case": "b", "stopped": True}]))
+    ['a']
+    """
+    return {str(line["case"]) for line in lines if not line["stopped"]}
 
 
 def encode(line: Line) -> str:

@@ -17,7 +17,7 @@ from typing import Protocol
 
 from raymoe.config import Case
 from raymoe.cuda.nvtx import nvtx_range
-from raymoe.errors import PeerTimeout, WrongResult
+from raymoe.errors import Aborted, PeerTimeout, WrongResult
 from raymoe.memory.world import World
 from raymoe.workload.memory_needed import MANY_RUNS, SMALL_TOKENS
 from raymoe.workload.progress import MOST_LOADS, Block, Listener
@@ -161,9 +161,19 @@ class Samples:
 
 
 def measure(world: World, steps: Steps, do_step: DoStep, report: Listener, label: str) -> Samples:
-    """Run all steps. Call `report` after each block."""
-    with aborting(world), nvtx_range(world.device, label):
-        return _measure(world, steps, do_step, report, label)
+    """Run all steps. Call `report` after each block.
+
+    If this rank is told to stop, return the samples so far, and leave the error in `world.waiter.interrupted`.
+    """
+    samples = Samples()
+    try:
+        with aborting(world), nvtx_range(world.device, label):
+            _measure(world, steps, do_step, report, label, samples)
+    except Aborted as error:
+        if not samples.us:
+            raise
+        world.waiter.interrupted = error
+    return samples
 
 
 @contextmanager
@@ -176,8 +186,7 @@ def aborting(world: World) -> Iterator[None]:
         raise
 
 
-def _measure(world: World, steps: Steps, do_step: DoStep, report: Listener, label: str) -> Samples:
-    samples = Samples()
+def _measure(world: World, steps: Steps, do_step: DoStep, report: Listener, label: str, samples: Samples) -> None:
     done, count = 0, 1
     while done < steps.total:
         count = min(count, steps.total - done)
@@ -203,7 +212,6 @@ def _measure(world: World, steps: Steps, do_step: DoStep, report: Listener, labe
         report(Block(done, count, began, ended, met, us, tuple(verified)))
         done += count
         count = max(1, min(LONGEST_BLOCK, int(count * BLOCK_SECONDS / longest)))
-    return samples
 
 
 def _times_of_all(

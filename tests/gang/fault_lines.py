@@ -122,7 +122,8 @@ class Fault:
 def cases_of(directory: Path) -> Line:
     """Count the cases that results.jsonl holds. summary.json, if it is there, knows how many there were."""
     done, summary = directory / "results.jsonl", directory / "summary.json"
-    names = {json.loads(line)["case"] for line in done.read_text().splitlines()} if done.exists() else set()
+    lines = [json.loads(line) for line in done.read_text().splitlines()] if done.exists() else []
+    names = {line["case"] for line in lines if not line["stopped"]}
     total = len(json.loads(summary.read_text())["cases"]) if summary.exists() else None
     return {"cases_kept": len(names), "cases": total}
 

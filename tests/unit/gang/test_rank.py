@@ -8,6 +8,7 @@ from collections.abc import Iterator
 
 import pytest
 
+from raymoe.config import Job
 from raymoe.gang.processes import SilenceWatch
 from raymoe.gang.rank import Rank, RankSettings
 from raymoe.gang.supervisor import Failure
@@ -71,6 +72,26 @@ def test_a_descriptor_that_was_changed_on_the_way(opened, change, says) -> None:
     rank, own = opened("run")
     message = refusal(rank, [own[0], own[1] | change])
     assert any(reason in message for reason in says.split("|")), message
+
+
+def test_a_rank_that_is_stopped_in_a_case_returns_the_lines_so_far() -> None:
+    plain = {"name": "x", "workload": "exchange", "steps": {"count": 10**6}}
+    plain |= {"world": {"ranks": 1, "device": "cpu"}, "shape": {"tokens": 8, "hidden": 64, "experts": 4, "topk": 2}}
+    job = Job.model_validate(plain)
+    rank = Rank("run", 0)
+    descriptor = rank.open(RankSettings(0, 1, 0, 5.0, 1, "cpu", False, 1000))
+    assert isinstance(descriptor, dict) and rank.wire([descriptor]) is None
+    world = rank.world
+    assert world is not None
+    stop = threading.Timer(1.5, world.abort, ["the gang is being stopped"])
+    stop.start()
+    failure = rank.run(job.resolved(), ())
+    stop.join()
+    world.close(together=False)
+    assert isinstance(failure, Failure) and failure.kind == "Aborted"
+    assert [line["op"] for line in failure.lines] == ["dispatch", "combine", "exchange"]
+    assert all(line["stopped"] is True and 0 < line["samples"] < 10**6 for line in failure.lines)  # type: ignore[operator]
+    assert rank.poll(0, 0).finished == ()
 
 
 def test_silence_counts_from_the_last_poll() -> None:

@@ -6,8 +6,9 @@ from pathlib import Path
 
 import pytest
 
+from raymoe import cli
 from raymoe.errors import ConfigError
-from raymoe.gang.messages import CaseDone, GenerationEnded, Ready, RunOutcome
+from raymoe.gang.messages import CaseDone, CaseStopped, GenerationEnded, Ready, RunOutcome
 from raymoe.report.directory import RunDirectory
 from raymoe.report.page import page
 from raymoe.report.progress import ProgressBar
@@ -120,6 +121,41 @@ def test_the_page_tells_restarts_from_resumes_and_shows_what_each_ran_on(tmp_pat
     assert row.format(1, "restart") in html and row.format(2, "resume") in html
     assert html.count("<td>alpha</td>") == 2 and html.count("<td>beta</td>") == 1
     assert f'<td>{CASES[1]}</td><td>done</td><td class="r">2</td>' in html
+
+
+def test_a_stopped_case_keeps_its_samples_marked_until_it_is_run_again(tmp_path, capsys):
+    with start(tmp_path / "r") as directory:
+        recording = recorder(directory, "alpha")
+        recording.receive(ready(0))
+        recording.receive(done(0, CASES[0]))
+        partial = tuple(line | {"stopped": True, "samples": 17} for line in done(0, CASES[1]).lines)
+        recording.receive(CaseStopped(0, partial))
+        recording.receive(GenerationEnded(0, "stopped", None, "stopped", restarting=False))
+        recording.summarise(RunOutcome(143, "stopped by SIGTERM"))
+    record = Record.read(tmp_path / "r")
+    assert [(line["case"], line["stopped"]) for line in record.lines] == [
+        *[(CASES[0], None)] * 3,
+        *[(CASES[1], True)] * 3,
+    ]
+    assert record.summary is not None and record.summary["cases"] == {
+        CASES[0]: "done",
+        CASES[1]: "not done",
+        CASES[2]: "not done",
+    }
+    assert cli.main(["report", str(tmp_path / "r")]) == 0
+    assert "1 finished case" in (text := capsys.readouterr().out) and text.count("after 17") == 3
+    resumed(tmp_path / "r", "beta", 1, CASES[1])
+    assert [line["stopped"] for line in Record.read(tmp_path / "r").lines] == [None] * 6
+
+
+def test_samples_of_a_case_that_failed_are_not_kept(tmp_path):
+    """Its times may be those of the fault."""
+    with start(tmp_path / "r") as directory:
+        recording = recorder(directory, "alpha")
+        recording.receive(ready(0))
+        recording.receive(CaseStopped(0, tuple(line | {"stopped": True} for line in done(0, CASES[1]).lines)))
+        recording.summarise(RunOutcome(4, "rank 1 died"))
+        assert directory.lines() == []
 
 
 @pytest.mark.parametrize("damage", [{"earlier": 5}, {"earlier": ["x"]}, {"generation": "../x"}, {"generation": 10**9}])

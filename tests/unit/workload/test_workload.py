@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import replace
 from itertools import pairwise
 from typing import Any
@@ -125,7 +126,7 @@ def test_layer_gives_one_verified_line_for_a_case(pool: RankPool, ranks: int) ->
     lines = run(pool, job("layer", ranks, routing={"ragged": True, "masked": 0.1}, steps={"count": 52}))
     assert [line["op"] for line in lines] == ["step"]
     assert lines[0]["verified"] is True and 0 < lines[0]["max_error"] <= 6e-2
-    assert (lines[0]["gbps_wire"] is None) == (ranks == 1)
+    assert lines[0]["gbps_wire"] is None and bool(lines[0]["bytes_wire"]) == (ranks > 1)
 
 
 def test_a_world_of_one_rank_sends_no_bytes(pool: RankPool) -> None:
@@ -321,6 +322,30 @@ def host_times_that_differ(world: World) -> object:
 def test_host_times_are_not_those_of_the_slowest_rank(pool: RankPool) -> None:
     """A rank's call waits for no other rank. The slowest rank of each step would show the noise of all."""
     assert pool.run(2, host_times_that_differ) == [([30, 30], {"host_us_p50": 21.0}, {})] * 2
+
+
+def test_a_rank_that_is_told_to_stop_keeps_its_samples_and_the_error() -> None:
+    """Those of the block that it was in are lost: the other ranks' times of them are not known."""
+
+    def stepping(at: int, world: World) -> Callable[..., Step]:
+        def step(index: int, *, verify: bool) -> Step:
+            if index == at:
+                world.abort("the gang is being stopped")
+                world.waiter.check(peer=3)
+            return Step((float(index),))
+
+        return step
+
+    with World.open(rank=0, size=1) as world:
+        world.wire([world.descriptor()])
+        stopped = measure(world, Steps(1, 10**6, False, 0.0), stepping(1500, world), lambda *_: None, "a")
+    assert 0 < len(stopped.us[0]) < 1500 and stopped.us[0][0] == 1.0
+    assert world.waiter.interrupted is not None and world.waiter.interrupted.peer == 3
+    with World.open(rank=0, size=1) as world:
+        world.wire([world.descriptor()])
+        with pytest.raises(Aborted, match="the gang is being stopped"):
+            measure(world, Steps(1, 10**6, False, 0.0), stepping(0, world), lambda *_: None, "a")
+        assert world.waiter.interrupted is None
 
 
 def test_a_peer_timeout_in_a_step_aborts_the_world() -> None:
