@@ -38,6 +38,8 @@ _OF_ROUNDS = {
     *("rounds.cuh", "runs.cuh", "traffic.cuh", "numbering.cuh"),
 }
 """Files of the backends over NCCL, whose kernels wait for no peer."""
+_OF_STAGED_ROWS = {"row_stages.cuh", "sum_stages.cuh", "staged_local_reduction.cuh", "staged_final_reduction.cuh"}
+"""Files of combines on few SMs."""
 _OF_A_PIPE = {"pipe.cuh", "rows.cuh", "sums.cuh", "sum_partials.cu"}
 """Files of kernels on one GPU: tests/unit/rows/test_pipe_injected_bugs.py leaves out their statements."""
 
@@ -59,12 +61,13 @@ def attempts(change: Change | None, seed: int) -> list[Callable[[], object]]:
     many = {"tokens": 40}
     steps = ("uniform", "skewed", "masked", "uniform")
     made: list[Callable[[], object]] = []
+    kinds = ("fused", "few") if change is None or change.file in _OF_STAGED_ROWS else ("fused",)
     if change is None or change.file in _OF_ROUNDS:
         made += [lambda each=each: drawn(each, changes) for each in range(seed * 3, seed * 3 + 3)]
     if change is None or change.file not in _OF_A_COPY | _OF_ROUNDS:
         for kind, shape, form, spec in (
-            *(("fused", narrow, form, many) for form in ("pairs", "whole")),
-            ("fused", long_pieces, "pairs", {"tokens": 12, "hidden": 3000}),
+            *((kind, narrow, form, many) for kind in kinds for form in ("pairs", "whole")),
+            *((kind, long_pieces, "pairs", {"tokens": 12, "hidden": 3000}) for kind in kinds),
             ("staged", small, "pairs", {}),
             ("copied", small, "pairs", {}),
             ("ll", small, "pairs", {}),

@@ -57,8 +57,12 @@ def _quantising(old: str, new: str = "", **fields: Any) -> InjectedBug:
     return _injected("fused", "quantised_sending.cuh", old, new, quantised=True, **fields)
 
 
-def _long(old: str) -> InjectedBug:
-    return _injected("fused", "local_reduction.cuh", old, shape=long_pieces, tokens=12, hidden=3000)
+def _long(file: str, old: str) -> InjectedBug:
+    return _injected("fused", file, old, shape=long_pieces, tokens=12, hidden=3000)
+
+
+def _few(file: str, old: str, new: str = "", **fields: Any) -> InjectedBug:
+    return _injected("few", file, old, new, **fields)
 
 
 SYSTEM_FENCE = "ptx::fence_acq_rel_sys();  // orders"
@@ -156,22 +160,68 @@ INJECTED_BUGS = {
         ranks=2,
     ),
     "sums announced when they are read": _injected(
-        "fused", "local_reduction.cuh", "ptx::bulk_wait<1>();", "ptx::bulk_wait_read<1>();"
+        "fused", "pushes.cuh", "ptx::bulk_wait<1>();", "ptx::bulk_wait_read<1>();"
     ),
-    "no fence before a sum's word": _injected(
-        "fused", "local_reduction.cuh", f"{SYSTEM_FENCE} the pieces, whose", "//"
-    ),
+    "no fence before a sum's word": _injected("fused", "pushes.cuh", f"{SYSTEM_FENCE} the pieces, whose", "//"),
     "no fence before a sum leaves its stage": _injected(
-        "fused", "local_reduction.cuh", "ptx::fence_proxy_async_shared();  // orders this thread's stores", "//"
+        "fused", "sum_stages.cuh", "ptx::fence_proxy_async_shared();  // orders this thread's stores", "//"
     ),
     "no fence before a stamp leaves": _injected(
         "fused", "sending.cuh", "ptx::fence_proxy_async_shared();  // orders the stamp", "//", stamped=True
     ),
     "a sum's stage is overwritten too early": _injected(
-        "fused", "local_reduction.cuh", "groups_++ % STEPS_UNDER_WAY", "groups_++ * 0"
+        "fused", "sum_stages.cuh", "groups_++ % STEPS_UNDER_WAY", "groups_++ * 0"
     ),
-    "sums of three steps announced without a wait": _long("ptx::bulk_wait<3>();"),
-    "a step's stage is overwritten too early": _long("ptx::bulk_wait_read<STEPS_UNDER_WAY - 1>();"),
+    "sums of three steps announced without a wait": _long("pushes.cuh", "ptx::bulk_wait<3>();"),
+    "a step's stage is overwritten too early": _long("sum_stages.cuh", "ptx::bulk_wait_read<STEPS_UNDER_WAY - 1>();"),
+    # Rows that a combine adds come through stages.
+    "a row is added before it is in its stage": _few(
+        "row_stages.cuh", "while (!ptx::barrier_try_wait(barrier(reading_), parity_)) {\n        }", ""
+    ),
+    "the phase of a row's stage does not alternate": _few("row_stages.cuh", "parity_ ^= 1;"),
+    "no fence before a row's stage is filled again": _few(
+        "row_stages.cuh", f"{REFILL_FENCE}  // orders this thread's reads", "//"
+    ),
+    "a row's stage is filled again while threads read it": _few(
+        "row_stages.cuh", "__syncwarp();                     // all threads", "//"
+    ),
+    "a row's stage is filled again before it is read": _few("row_stages.cuh", "loads_ != stages_", "loads_ <= stages_"),
+    "no proxy fence before sums are loaded": _few(
+        "row_stages.cuh", "ptx::fence_proxy_async();  // orders the words", "//"
+    ),
+    "words of sums are not handed over": _few("row_stages.cuh", "__syncwarp();  // hands what the threads", "//"),
+    "sums are loaded before their words": _few("row_stages.cuh", "if (!arrived_ && !look())", "if (false)"),
+    "sums are loaded after the words of the piece before": _few("row_stages.cuh", "arrived_ = piece_.ranks == 0;"),
+    "sums are loaded after the word of one rank": _few(
+        "row_stages.cuh", "waits = piece_.ranks >> rank & 1;", "waits = __ffs(piece_.ranks) - 1 == rank;", ranks=3
+    ),
+    "the wait for words is left out": _few("row_stages.cuh", "return arrived_ || piece_", "return true || piece_"),
+    "rows are loaded for one step only": _few(
+        "row_stages.cuh", "step_ + STEP < piece_.last", "false", shape=long_pieces, tokens=12, hidden=3000
+    ),
+    "y may be stored after the kernel": _few(
+        "staged_final_reduction.cuh", "ptx::bulk_wait<0>();  // y is stored", "//"
+    ),
+    "y leaves before it is in its stage": _few(
+        "staged_final_reduction.cuh", "        SumStages::fill();\n        if", "        if"
+    ),
+    "pieces are left out where rows come through stages": _few(
+        "staged_final_reduction.cuh", "after = 2 * warps_ +", "after = 3 * warps_ +"
+    ),
+    "items are left out where rows come through stages": _few(
+        "staged_local_reduction.cuh", "after = 2 * warps +", "after = 3 * warps +"
+    ),
+    "one buffer of sums where rows come through stages": InjectedBug(
+        "few",
+        (
+            Change("staged_local_reduction.cuh", "p_.slot_at(source, epoch_ & 1, p", "p_.slot_at(source, 0, p"),
+            Change("row_stages.cuh", "p_.slot_at(p_.peers.rank, epoch_ & 1,", "p_.slot_at(p_.peers.rank, 0,"),
+        ),
+        stamped=True,
+        form="pairs",
+        routings=("uniform",) * 8,
+        ranks=2,
+    ),
     "quantised rows announced without a wait": _quantising("ptx::bulk_wait<YOUNGER>();"),
     "quantised rows announced when they are read": _quantising(
         "ptx::bulk_wait<YOUNGER>();", "ptx::bulk_wait_read<YOUNGER>();"
@@ -222,7 +272,7 @@ INJECTED_BUGS = {
         "fused", "placing.cuh", "__syncwarp();  // hands the row, which one", "//", stamped=True
     ),
     "a vote instead of __syncwarp hands pieces over": _injected(
-        "fused", "final_reduction.cuh", "__syncwarp();  // hands what was acquired", "//"
+        "fused", "piece_arrivals.cuh", "__syncwarp();  // hands what was acquired", "//"
     ),
     "no fence before a stage is filled again": _injected(
         "fused",
@@ -311,9 +361,9 @@ BY_ERROR = {
         "ring.cuh", "ptx::barrier_expect(barrier, chunk.bytes);", "ptx::barrier_expect(barrier, chunk.bytes + 16);"
     ),
     "two different collectives": Change(
-        "local_reduction.cuh",
-        "            __syncwarp();\n            sum_step(",
-        "            if (!leads_) __syncwarp();\n            sum_step(",
+        "sum_stages.cuh",
+        "        __syncwarp();\n        return stage;",
+        "        if (!leads_) __syncwarp();\n        return stage;",
     ),
     "still read its shared memory": Change("ring.cuh", "void drain() { ptx::bulk_wait<0>(); }", "void drain() {}"),
 }

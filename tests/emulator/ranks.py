@@ -21,6 +21,7 @@ from raymoe.cuda.params import Params, address_setter
 from raymoe.cuda.structs import ErrorRecord
 from raymoe.exchange.backend import Dispatched, Tokens
 from raymoe.exchange.domains.domain_kernels import ADVANCE_CHUNK, ChunkParams
+from raymoe.exchange.peer import combine
 from raymoe.exchange.peer.build import Build, Grids
 from raymoe.exchange.peer.combine import CombineGrid
 from raymoe.exchange.peer.dispatch_grid import DispatchGrid
@@ -396,7 +397,10 @@ class EmulatedChunks(EmulatedBackend, ChunksBackend):
         return found
 
 
-KINDS = {"fused": FUSED, "staged": STAGED, "copied": COPIED, "ll": FEW_TOKENS, "chunks": CHUNKS}
+KINDS = {"fused": FUSED, "few": FUSED, "staged": STAGED, "copied": COPIED, "ll": FEW_TOKENS, "chunks": CHUNKS}
+
+
+"""Kinds of backends. `few` is `fused` as it is laid out on few SMs, and `fused` as on all."""
 
 
 def spec_for(kind: str, **fields: Any) -> ExchangeSpec:
@@ -420,7 +424,9 @@ def backend(
         return original if shape is None else Grids(sms, *shape(original.dispatch, original.combine))
 
     backend_of = EmulatedChunks if name == "chunks" else EmulatedBackend
-    return backend_of(world, spec, workspace, world.gpu.sms if sms is None else sms, replace(kind, grids=grids))
+    sms = world.gpu.sms if sms is None else sms
+    with mock.patch.object(combine, "MOST_STAGED_SMS", sms if name == "few" else 0):
+        return backend_of(world, spec, workspace, sms, replace(kind, grids=grids))
 
 
 def small(moving: DispatchGrid, summing: CombineGrid) -> tuple[DispatchGrid, CombineGrid]:
@@ -436,7 +442,7 @@ def small(moving: DispatchGrid, summing: CombineGrid) -> tuple[DispatchGrid, Com
             placement_warps=min(2, moving.placement_warps),
             placement_stages=min(2, moving.placement_stages),
         ),
-        replace(summing, local_blocks=2, final_blocks=2, local_warps=2),
+        replace(summing, local_blocks=2, final_blocks=2, local_warps=2, stages=min(2, summing.stages)),
     )
 
 

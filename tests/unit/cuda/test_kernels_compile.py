@@ -34,7 +34,7 @@ from raymoe.exchange.nccl.rounds import (
     SPREAD,
     sum_sources,
 )
-from raymoe.exchange.peer.combine import combine_source, with_ll_statuses
+from raymoe.exchange.peer.combine import combine_source, with_ll_statuses, with_stages
 from raymoe.exchange.peer.dispatch import (
     ANNOUNCE,
     WARPS,
@@ -73,6 +73,18 @@ ON_ROWS = (*PIPE, *router_sources(), *FEW_ROWS, *expert_rows_sources())
 """Kernels that read no memory of peers."""
 MANY_ON_ROWS = [source for index, source in enumerate(ON_ROWS) if index % 4]
 """Three of four, which are compiled for one architecture only: they are many, and take long."""
+STAGED_ROWS = (
+    *(with_stages(combine_source("bfloat16"), vectors) for vectors in (1, 6, 7, 8)),
+    *(with_stages(combine_source(dtype), 8) for dtype in ("float16", "float32")),
+    with_stages(combine_source("bfloat16", stamped=True), 7),
+    with_stages(combine_source("bfloat16", traces=True), 7),
+    *(with_stages(combine_source(dtype, carries=True), 8) for dtype in DTYPES),
+    with_stages(with_ll_statuses(combine_source("bfloat16", carries=True)), 7),
+    with_stages(combine_source("float32", wire="bfloat16", carries=True), 4),
+    with_stages(combine_source("bfloat16", wire="float32"), 4),
+    with_stages(combine_source("float16", wire="bfloat16"), 8),
+)
+"""Combines on few SMs, whose rows come through stages: for Hopper only."""
 SOURCES = (
     *BEFORE_HOPPER,
     *ON_ROWS,
@@ -117,6 +129,7 @@ SOURCES = (
     combine_source("float32", wire="bfloat16"),
     combine_source("bfloat16", wire="float32"),
     combine_source("float16", wire="bfloat16"),
+    *STAGED_ROWS,
     dispatch_ll_source(),
     routed_again(dispatch_ll_source()),
     routed_again(in_groups(dispatch_ll_source())),
@@ -132,6 +145,7 @@ HOPPER = {source for source in SOURCES if ("BLOCK_WARPS", str(WIDE)) in source.d
 NARROW = {source for source in SOURCES if source.stem == "combine" and source not in HOPPER}
 ONE_OF_EACH = {source.stem: source for source in reversed(PIPE)}
 HOPPER |= set(PIPE) - set(ONE_OF_EACH.values())
+HOPPER |= set(STAGED_ROWS)
 """Combines of 16 warps, used only on Hopper, and of 8 warps. raymoe/exchange/peer/combine.py gives the reason."""
 BULK = {"copy", "row_push", "dispatch", "combine"}
 """Kernels that must move their bytes by bulk copies."""
@@ -247,6 +261,8 @@ def a_kernel_uses_no_local_memory(compiled):
 @rule
 def a_kernel_uses_few_enough_registers_for_16_warps_per_sm(compiled):
     most = 216 if compiled.source in NARROW else 65536 // (32 * WIDE)
+    if compiled.source in STAGED_ROWS:
+        most = 65536 // (32 * WARPS) - 1  # of a thread at most; one block of 8 warps fills an SM
     if compiled.source in PIPE:
         (threads,) = re.findall(r"\.maxntid (\d+)", compiled.ptx)
         most = min(255, 65536 // int(threads))
@@ -279,7 +295,8 @@ def a_block_has_as_many_threads_as_its_headers_assume(compiled):
 def bulk_kernels_move_bytes_by_bulk_copies(compiled):
     if compiled.source.stem in BULK:
         loads = "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes" in compiled.ptx
-        assert loads == (compiled.source.stem != "combine")  # it reads rows by ordinary loads
+        # Without stages a combine reads rows by ordinary loads.
+        assert loads == (compiled.source.stem != "combine" or compiled.source in STAGED_ROWS)
         assert "cp.async.bulk.global.shared::cta.bulk_group" in compiled.ptx
         assert "fence.proxy.async" in compiled.ptx
 
