@@ -23,7 +23,7 @@ from tests.unit.exchange.nccl.emulated_rounds import drawn
 
 SEEDS = 8
 _STATEMENT = re.compile(
-    r"(?:ptx::(?:fence_\w+|bulk_wait\w*<[^>]*>)\(\)|ptx::barrier_of_warps\([^)]*\)|__sync(?:threads|warp)\(\));"
+    r"(?:ptx::(?:fence_\w+|bulk_wait\w*<[^>]*>)\(\)|ptx::barrier_of_warps\([^)]*\)|__sync(?:threads|warp)\(\)|(?:block|sender)_barrier\(\));"
 )
 _OF_A_COPY = {"copy.cu", "transfers.cuh", "unaligned.cuh"}
 _OF_ROUNDS = {
@@ -100,7 +100,9 @@ def main() -> None:
     torch.set_num_threads(1)  # its tensors are small, and idle threads spin
     if wrong := error_without(None):
         sys.exit(f"a run without any change failed: {wrong}")
-    for change in sorted(left_out(), key=lambda each: "__sync" in each.old):  # fences and waits first
+    for change in sorted(
+        left_out(), key=lambda each: "__sync" in each.old or "_barrier" in each.old
+    ):  # fences and waits first
         if not sys.argv[1:] or any(part in change.file for part in sys.argv[1:]):
             error = error_without(change)
             where = f"{change.file} {change.old} number {change.which}"

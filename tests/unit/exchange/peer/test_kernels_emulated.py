@@ -401,8 +401,8 @@ LEFT_OUT = {
     ),
     ("fused", "done"): Change(
         "sending.cuh",
-        "if (threadIdx.x < p.ranks_through_slots()) {",
-        "if (threadIdx.x < p.ranks_through_slots() && !(p.peers.rank == RANK && epoch == 3)) {",
+        "if (thread < p.ranks_through_slots()) {",
+        "if (thread < p.ranks_through_slots() && !(p.peers.rank == RANK && epoch == 3)) {",
     ),
     ("fused", "statuses"): Change("combine.cu", _TO_ALL, f"if (!(p.peers.rank == RANK && epoch == 3)) {_TO_ALL}"),
     ("fused", "sums"): Change(
