@@ -397,11 +397,12 @@ class EmulatedChunks(EmulatedBackend, ChunksBackend):
         return found
 
 
-FEW = ("few", "few chunks")
+FEW = ("few", "few chunks", "few ll")
 KINDS = {
     "fused": FUSED,
     "few": FUSED,
     "few chunks": CHUNKS,
+    "few ll": FEW_TOKENS,
     "staged": STAGED,
     "copied": COPIED,
     "ll": FEW_TOKENS,

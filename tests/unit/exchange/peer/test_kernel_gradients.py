@@ -106,7 +106,7 @@ WIDE = replace(SPEC, hidden=3072)
 
 
 @pytest.mark.parametrize("stamped", [False, True], ids=["", "stamped"])
-@pytest.mark.parametrize("kind", ["fused", "few", "staged"])
+@pytest.mark.parametrize("kind", ["fused", "few", "few ll", "staged"])
 def test_weights_return_with_rows_of_several_pieces_in_step_after_step(kind: str, stamped: bool) -> None:
     check_weights(kind, WIDE, (7, 5), stamped=stamped, seeds=range(4))
 
