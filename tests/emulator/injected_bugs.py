@@ -190,7 +190,9 @@ INJECTED_BUGS = {
         "row_stages.cuh", "ptx::fence_proxy_async();  // orders the words", "//"
     ),
     "words of sums are not handed over": _few("row_stages.cuh", "__syncwarp();  // hands what the threads", "//"),
-    "sums are loaded before their words": _few("row_stages.cuh", "if (!arrived_ && !look())", "if (false)"),
+    "sums are loaded before their words": _few(
+        "row_stages.cuh", "if (!arrived_ && (looked_ || !pending_ || !look()))", "if (false)"
+    ),
     "sums are loaded after the words of the piece before": _few("row_stages.cuh", "arrived_ = piece_.ranks == 0;"),
     "sums are loaded after the word of one rank": _few(
         "row_stages.cuh", "waits = piece_.ranks >> rank & 1;", "waits = __ffs(piece_.ranks) - 1 == rank;", ranks=3

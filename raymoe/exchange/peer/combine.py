@@ -219,14 +219,14 @@ def staged(grid: CombineGrid, row_bytes: int, widening: float, shared_bytes: int
     stage_bytes = 32 * vectors * 16 * max(1, round(widening))
     leaving = STAGED_LEAVING * (stage_bytes + STAMP_BYTES)  # enough with stamps too
     stages = MOST_STAGES
-    while stages > 1 and WARPS * _staged_bytes(leaving, stages, stage_bytes) > shared_bytes:
+    while stages > 1 and STAGED_WARPS * _staged_bytes(leaving, stages, stage_bytes) > shared_bytes:
         stages -= 1
     warp_bytes = _staged_bytes(leaving, stages, stage_bytes)
     return replace(
         grid,
-        warps=WARPS,
-        local_warps=WARPS,
-        shared_bytes=WARPS * warp_bytes,
+        warps=STAGED_WARPS,
+        local_warps=STAGED_WARPS,
+        shared_bytes=STAGED_WARPS * warp_bytes,
         vectors=vectors,
         stages=stages,
     )
@@ -269,6 +269,6 @@ MOST_STAGED_SMS = 64
 """On more SMs the loads of all warps keep the memory busy without stages. Not measured yet: docs/experiments/few_sms.md
 says how to compare both."""
 
-MOST_VECTORS, MOST_STAGES, STAGED_LEAVING = 8, 16, 2
-"""Vectors of a thread in a step, at most; stages of a warp for rows, at most; stages of a warp for sums, as in
-sum_stages.cuh."""
+STAGED_WARPS, MOST_VECTORS, MOST_STAGES, STAGED_LEAVING = WARPS, 8, 16, 2
+"""Warps of a block; vectors of a thread in a step, at most; stages of a warp for rows, at most; stages of a warp for
+sums, as in sum_stages.cuh. Not measured: more warps have fewer stages and registers each."""

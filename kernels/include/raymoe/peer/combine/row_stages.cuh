@@ -159,7 +159,9 @@ class RowFeed {
                 hits_left_ &= hits_left_ - 1;
                 stages_.load(p_.expert_rows + static_cast<u64>(place) * p_.row_bytes + step_ * 16ull, vectors * 16);
             } else if (SUMS && ranks_left_ != 0) {
-                if (!arrived_ && !look()) {
+                // A look takes a trip to memory, for which the warp waits. So it looks once, when the piece is added: it
+                // is then if another one is named.
+                if (!arrived_ && (looked_ || !pending_ || !look())) {
                     return;
                 }
                 const u32 rank = __ffs(ranks_left_) - 1;
@@ -182,6 +184,7 @@ class RowFeed {
         pending_ = false;
         step_ = piece_.begin;
         arrived_ = piece_.ranks == 0;
+        looked_ = false;
         begin_step();
     }
 
@@ -192,6 +195,7 @@ class RowFeed {
 
     // Looks once whether the piece has arrived from all its ranks, a thread for each.
     __device__ __forceinline__ bool look() {
+        looked_ = true;
         const u32 rank = threadIdx.x % 32;
         const bool waits = piece_.ranks >> rank & 1;
         const bool there =
@@ -218,7 +222,8 @@ class RowFeed {
     StagedPiece piece_;  // whose rows are loaded
     StagedPiece next_;
     bool pending_ = false;  // there is a next one, of which nothing is loaded yet
-    bool arrived_ = true;   // its sums of other ranks may be loaded
+    bool arrived_ = true;   // the sums of other ranks of the piece may be loaded
+    bool looked_ = false;   // the warp has looked for its words
     u32 step_ = 0;          // the step whose rows are loaded
     u32 hits_left_ = 0;     // its rows that are not loaded yet
     u32 ranks_left_ = 0;

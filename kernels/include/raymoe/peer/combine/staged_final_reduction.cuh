@@ -1,9 +1,9 @@
 // The final reduction of final_reduction.cuh for builds with STAGED_ROWS: own experts' rows and the sums of other ranks
 // come through stages (row_stages.cuh), and y leaves by bulk stores. Pieces and sums are the same, bit for bit.
 //
-// While a warp sums a piece, it loads the own experts' rows of the next one. It also looks once, each time that a stage
-// is free, whether the next piece has arrived from all ranks; then it loads their sums too. It waits for words only if
-// it has nothing else to add.
+// While a warp sums a piece, it loads the own experts' rows of the next one. When it begins with a piece, it looks once
+// whether the piece has arrived from all ranks; then it loads their sums while it adds its own experts' rows. Else it
+// waits for the words when these are added.
 #pragma once
 
 #include "raymoe/peer/combine/combine.cuh"
