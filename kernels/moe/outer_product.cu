@@ -21,7 +21,7 @@
 //
 // Stages: STAGES of 64 rows each, for 128 outputs of dy and 256 columns of x, in boxes of 64 rows by 64 elements.
 //   full    one arrival: the loading thread, with the bytes of the stage
-//   empty   an arrival of each multiplying warp, after the wgmma that read the stage, when the next stage's are under way
+//   empty   an arrival of each multiplying warp, after the wgmma that read the stage, when the next ones are under way
 // Tiles: the loading thread writes each tile to one of two records; the multiplying warps read it.
 //   told    one arrival: the loading thread, after it wrote the record
 //   read    an arrival of each multiplying warp, after it read the record
@@ -45,7 +45,8 @@ __device__ __forceinline__ void give_back(const OuterMemory& memory, u32 turn) {
     }
 }
 
-// Issues the wgmma of 16 PARTS rows of a stage, as a group. All but `younger` groups are complete afterwards. The multiplying warps call this.
+// Issues the wgmma of 16 PARTS rows of a stage, as a group, and waits for all but the `younger` youngest groups. The
+// multiplying warps call this.
 template <u32 N, u32 PARTS, int younger>
 __device__ __forceinline__ void multiply_rows(const OuterMemory& memory, u32 turn, float (&sums)[N / 2]) {
     const u32 stage = turn % STAGES;
@@ -135,7 +136,8 @@ __device__ __forceinline__ void load_tiles(const OuterParams& p, const OuterMemo
     const u32 last_increment = tiles + blocks - 1;
     u32* counter = p.taken;
     const u64 policy = ptx::evict_last_policy();
-    u32 stage_turn = 0, number = blockIdx.x, next = blocks + ptx::atomic_increment_wrapping_relaxed(counter, last_increment);
+    u32 stage_turn = 0, number = blockIdx.x;
+    u32 next = blocks + ptx::atomic_increment_wrapping_relaxed(counter, last_increment);
     for (u32 turn = 0;; ++turn) {
         const u32 record = turn % 2;
         OuterTile tile{p.experts, 0, 0, 0};

@@ -56,10 +56,8 @@ class OuterCase:
             for rows in (dy, x):
                 rows[starts[expert] :][:count] = drawn(count, rows.shape[1]).to(self.dtype)
         results = experts, self.outputs, self.columns
-        if self.adds:
-            d_weight = drawn(*results, most=9).float()
-        else:
-            d_weight = torch.full(results, torch.nan, dtype=self.dtype)
+        nothing = torch.full(results, torch.nan, dtype=self.dtype)
+        d_weight = drawn(*results, most=9).float() if self.adds else nothing
         return OuterProduct(dy, x, starts, torch.tensor(self.counts, dtype=torch.int32), d_weight)
 
 
