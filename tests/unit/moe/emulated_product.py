@@ -87,7 +87,7 @@ def drawn_case(seed: int) -> ProductCase:
     gate = draw.choice([None, None, Gate(), Gate(interleaved=True), Gate(draw.random() < 0.5, 1.702, 7.0, 1.0)])
     zero_gaps = draw.random() < 0.4
     classes = [SMALL, TileClass(32, 3)] if zero_gaps else [SMALL, TileClass(8, 2), TileClass(24, 3), TileClass(32, 4)]
-    return ProductCase(
+    case = ProductCase(
         counts=draw.choices([0, 0, 1, 2, 7, 8, 9, 15, 16, 17, 24, 31, 33, 40], k=draw.choice([1, 2, 3, 4, 5, 33])),
         columns=draw.choice([8, 16, 56, 64, 72, 128, 136, 192, 200]),
         outputs=draw.choice([16, 32, 48, 128, 144, 256, 272]),
@@ -96,12 +96,12 @@ def drawn_case(seed: int) -> ProductCase:
         bias=draw.random() < 0.4,
         weighted=draw.random() < 0.4,
         zero_gaps=zero_gaps,
-        transposed=gate is None and draw.random() < 0.5,
         dtype=draw.choice([torch.bfloat16, torch.bfloat16, torch.float16]),
         tiles=draw.choice(classes),
         gap=draw.choice([None, 0, 1, 2, 5, 20]),
         untouched=draw.choice([UNTOUCHED, nan]),
     )
+    return replace(case, transposed=gate is None and draw.random() < 0.5)
 
 
 def run_product(
