@@ -20,7 +20,7 @@ from raymoe.moe.outer_products import OuterProduct
 from raymoe.moe.product_choice import choose
 from raymoe.moe.products import Product
 from raymoe.moe.torch_products import multiply_by_torch, outer_by_torch
-from raymoe.rows.pipe_tensors import as_dense
+from raymoe.rows.pipe_tensors import ALIGNMENT, as_dense
 
 
 def rows_gradient(
@@ -46,7 +46,8 @@ def weight_gradient(dy: Tensor, x: Tensor, groups: Groups, *, gaps_are_zero: boo
 def add_weight_gradient(total: Tensor, dy: Tensor, x: Tensor, groups: Groups, *, gaps_are_zero: bool = False) -> None:
     """Add what `weight_gradient` computes to `total`, float32[L, N, K], in its place.
 
-    The kernel adds the float32 sums, torch on GPUs the sums rounded to the dtype of the rows.
+    The kernel adds the float32 sums, if the memory of `total` is dense and begins at a multiple of 16 bytes. Otherwise
+    GPUs add sums that were rounded to the dtype of the rows.
     """
     _ops.add_weight_gradient(total, dy, x, groups.offsets, groups.counts, gaps_are_zero)
 
@@ -81,7 +82,10 @@ def _rows_gradient(
 
 def _weight_gradient(dy: Tensor, x: Tensor, offsets: Tensor, counts: Tensor, gaps_are_zero: bool) -> Tensor:
     if not outer_launch.takes(dy, x):
-        return _outer_by_torch(dy, x, Groups(offsets, counts), gaps_are_zero)
+        groups = Groups(offsets, counts)
+        if not gaps_are_zero:
+            dy, x = zero_gaps(dy, groups), zero_gaps(x, groups)
+        return outer_by_torch(dy, x, groups)
     d_weight = x.new_empty(len(counts), dy.shape[1], x.shape[1])
     outer_launch.launch(OuterProduct(as_dense(dy), as_dense(x), *_places(offsets, counts), d_weight))
     return d_weight
@@ -90,18 +94,13 @@ def _weight_gradient(dy: Tensor, x: Tensor, offsets: Tensor, counts: Tensor, gap
 def _add_weight_gradient(
     total: Tensor, dy: Tensor, x: Tensor, offsets: Tensor, counts: Tensor, gaps_are_zero: bool
 ) -> None:
-    if outer_launch.takes(dy, x) and total.is_contiguous():
+    kernel = outer_launch.takes(dy, x)
+    if kernel and total.is_contiguous() and total.data_ptr() % ALIGNMENT == 0:
         outer_launch.launch(OuterProduct(as_dense(dy), as_dense(x), *_places(offsets, counts), total))
         return
-    if not x.is_cuda:
+    if not kernel and not x.is_cuda:
         dy, x = dy.float(), x.float()
-    total.add_(_outer_by_torch(dy, x, Groups(offsets, counts), gaps_are_zero))
-
-
-def _outer_by_torch(dy: Tensor, x: Tensor, groups: Groups, gaps_are_zero: bool) -> Tensor:
-    if not gaps_are_zero:
-        dy, x = zero_gaps(dy, groups), zero_gaps(x, groups)
-    return outer_by_torch(dy, x, groups)
+    total.add_(_weight_gradient(dy, x, offsets, counts, gaps_are_zero))
 
 
 def _places(offsets: Tensor, counts: Tensor) -> tuple[Tensor, Tensor]:

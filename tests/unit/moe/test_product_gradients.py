@@ -145,6 +145,20 @@ def test_gradients_of_weights_take_the_kernel_of_outer_products(calls: list[Oute
     assert all(call.offsets.dtype == call.counts.dtype == torch.int32 for call in calls)
 
 
+@pytest.mark.parametrize(
+    "total", [torch.zeros(2, 24, 64).transpose(1, 2), torch.zeros(2 * 64 * 24 + 1)[1:].view(2, 64, 24)]
+)
+def test_sums_that_the_kernel_cannot_add_to_get_its_results_added(
+    monkeypatch: pytest.MonkeyPatch, total: torch.Tensor
+) -> None:
+    case = RowsCase((30, 2))
+    monkeypatch.setattr(product_launch, "has_kernel", lambda _: True)
+    monkeypatch.setattr(outer_launch, "launch", lambda call: call.d_weight.fill_(3.0))
+    for turn in (1, 2):
+        add_weight_gradient(total, case.rows(64, 1), case.rows(24, 2), case.groups)
+        assert bool((total == 3.0 * turn).all())
+
+
 @pytest.mark.parametrize(("outputs", "columns", "dtype"), [(20, 24, BF16), (64, 20, BF16), (64, 24, F32)])
 def test_what_no_kernel_takes_is_torchs(calls: list[Any], outputs: int, columns: int, dtype: torch.dtype) -> None:
     case = RowsCase(COUNTS, dtype=dtype)
