@@ -123,7 +123,7 @@ def test_gradients_of_weights_are_added_in_float32(outputs: int, columns: int, d
     wanted, before = outer_of(case, dy, x), total.clone()
     for turn in (1, 2):
         add_weight_gradient(total, dy, x, case.groups)
-        near(total, before.double() + turn * wanted, 1e-5)
+        near(total, before.double() + turn * wanted, 1e-4)
     assert torch.equal(total[1], before[1]), "an expert without rows adds nothing"
 
 

@@ -119,11 +119,11 @@ class Task:
             )
         )
         offsets, counts = (
-            torch.tensor(each, dtype=torch.int32, device=device) for each in (sizes.starts, sizes.counts)
+            torch.tensor(numbers, dtype=torch.int32, device=device) for numbers in (sizes.starts, sizes.counts)
         )
         if op != "dw":
             return cls(op, sizes, x, other.transpose(1, 2) if op == "dx" else other, offsets, counts)
-        x, dy = (zero_gaps(each, Groups(offsets, counts)) for each in (x, other))
+        x, dy = (zero_gaps(rows_of, Groups(offsets, counts)) for rows_of in (x, other))
         return cls(op, sizes, x, x.new_empty(()).expand(experts, products, columns), offsets, counts, dy)
 
     @property

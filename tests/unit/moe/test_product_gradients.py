@@ -213,6 +213,21 @@ def test_micro_batches_add_to_main_grad(weighted: bool) -> None:
         close("main_grad", have, want, 2e-2)
 
 
+@pytest.mark.parametrize("function", [grouped_linear, grouped_swiglu])
+def test_compiled_functions_add_to_main_grad(function: Any) -> None:
+    case = RowsCase(COUNTS, dtype=F32)
+    x, weight, places = case.rows(8, 1), case.drawn(5, 12, 8, seed=2), (case.groups.offsets, case.groups.counts)
+    weight.requires_grad_()
+    totals = torch.ones(5, 12, 8), torch.ones(5, 12, 8)
+    compiled: Any = torch.compile(function, backend="aot_eager", fullgraph=True)
+    for run, total in zip((function, compiled), totals, strict=True):
+        for _ in range(2):
+            y = run(x, weight, *places, main_grad=total)
+            y.backward(case.rows(y.shape[1], 3))
+    assert weight.grad is None and not torch.equal(totals[0], torch.ones(5, 12, 8))
+    torch.testing.assert_close(totals[1], totals[0])
+
+
 def test_main_grad_of_another_form_is_refused() -> None:
     x, weight, places = torch.ones(8, 4), torch.ones(2, 6, 4), (torch.tensor([0, 4, 8]), torch.tensor([1, 2]))
     for wrong in (torch.zeros(2, 6, 4, dtype=F64), torch.zeros(2, 4, 6), torch.zeros(2, 6, 4, requires_grad=True)):
