@@ -5,6 +5,9 @@
 //   GATED_ROWS     weights are gate rows and up rows, and y = gate * sigmoid(alpha * gate) * (up + up_plus), where
 //                  `limit` bounds gate from above and up on both sides. SwiGLU has alpha 1, no limit and up_plus 0
 //   INTERLEAVED    gate and up rows take turns
+//   TRANSPOSED_WEIGHTS
+//                  weights are [experts][columns][outputs] in memory. So a product's weights give the gradient of its
+//                  rows: its outputs are the columns here, its columns the outputs
 //   STORES_GATE_UP the rounded products are stored too, in the order of the weights
 //   BIASED_ROWS    adds the bias of each row of weights to its product
 //   WEIGHTED_ROWS  multiplies each row of y by its weight
@@ -52,13 +55,6 @@
 
 namespace raymoe {
 
-// Describes rows of 64 elements of 16 bits in shared memory, as a load with the 128-byte swizzle stores them: groups of
-// 8 rows, 1024 bytes each, at a multiple of 1024 bytes. The next 16 columns are at descriptor + 2.
-__device__ __forceinline__ u64 rows_descriptor(u32 shared) {
-    constexpr u64 SWIZZLE_128 = 1ull << 62, GROUP_STRIDE = static_cast<u64>(1024 / 16) << 32, UNUSED = 1ull << 16;
-    return SWIZZLE_128 | GROUP_STRIDE | UNUSED | static_cast<u64>(shared / 16 & 0x3FFF);
-}
-
 // Gives a stage back to the loading thread.
 __device__ __forceinline__ void give_back(const Memory& memory, u32 turn) {
     if (threadIdx.x % 32 == 0) {
@@ -76,18 +72,20 @@ __device__ __forceinline__ void multiply_tile(const ProductParams& p, const Memo
     for (u32 i = 0; i < N / 2; ++i) {
         sums[0][i] = sums[1][i] = 0.0f;
     }
+    constexpr u64 NEXT_WEIGHTS = TRANSPOSED ? NEXT_COLUMNS_TRANSPOSED : NEXT_COLUMNS;
     const u32 steps = (p.columns + COLUMNS - 1) / COLUMNS;
     for (u32 step = 0; step < steps; ++step, ++turn) {
         const u32 stage = turn % STAGES;
         await(memory.full(stage), turn / STAGES & 1);
-        const u64 rows = rows_descriptor(memory.weights(stage) + warpgroup * (HALF_BYTES / 2));
-        const u64 tokens = rows_descriptor(memory.tokens(stage));
+        const u64 rows = operand_descriptor(memory.weights(stage) + warpgroup * (HALF_BYTES / 2));
+        const u64 tokens = operand_descriptor(memory.tokens(stage));
         ptx::wgmma_fence();  // orders the registers of the sums before the wgmma that add to them
 #pragma unroll
         for (u32 part = 0; part < COLUMNS / 16; ++part) {
 #pragma unroll
             for (u32 half = 0; half < 2; ++half) {
-                ptx::wgmma<N>(sums[half], rows + half * (HALF_BYTES / 16) + part * 2, tokens + part * 2);
+                ptx::wgmma<N, TRANSPOSED>(sums[half], rows + half * (HALF_BYTES / 16) + part * NEXT_WEIGHTS,
+                                          tokens + part * NEXT_COLUMNS);
             }
         }
         ptx::wgmma_commit();

@@ -21,6 +21,7 @@ class LinearOptions(TypedDict, total=False):
     bias: Tensor | None
     row_weights: Tensor | None
     expected_rows: float | None
+    main_grad: Tensor | None
 
 
 class SwigluOptions(LinearOptions, total=False):
@@ -35,10 +36,12 @@ class _Linear:
     bias: Tensor | None = None
     row_weights: Tensor | None = None
     expected_rows: float | None = None
+    main_grad: Tensor | None = None
 
     @property
     def added(self) -> Added:
-        return Added(self.bias, self.row_weights, inf if self.expected_rows is None else self.expected_rows)
+        expected_rows = inf if self.expected_rows is None else self.expected_rows
+        return Added(self.bias, self.row_weights, expected_rows, main_grad=self.main_grad)
 
 
 @dataclass(frozen=True)
@@ -56,10 +59,13 @@ def grouped_linear(
 
     - `bias`, [L, N], which is added to the rows of its expert;
     - `row_weights`, float32[C]: each row is multiplied by its weight, after the bias, and rounded once;
-    - `expected_rows`, the rows that an expert has on average. It chooses the kernel; a wrong guess costs time only.
+    - `expected_rows`, the rows that an expert has on average. It chooses the kernel; a wrong guess costs time only;
+    - `main_grad`, float32[L, N, K]: a backward pass adds the weight's gradient to it, and the weight gets none. Several
+      micro-batches add to one.
 
     Rows of no expert are unspecified. Where gradients are needed, they are zero from an expert's count to the next
-    multiple of 16, or to the next expert. On GPUs starts are then multiples of 8.
+    multiple of 16, or to the next expert, and so are those of the gradient of x. On GPUs other than Hopper, starts are
+    then multiples of 8.
 
     >>> x, weight = torch.ones(3, 2), torch.tensor([[[1.0, 2.0]], [[3.0, 4.0]]])
     >>> grouped_linear(x, weight, torch.tensor([0, 1, 3]), torch.tensor([1, 2])).tolist()
@@ -148,8 +154,24 @@ def _check(name: str, x: Tensor, weight: Tensor, groups: Groups, given: _Linear)
         raise ConfigError(
             f"{name}: row_weights is {row_weights.dtype} {list(row_weights.shape)}; float32 [{x.shape[0]}] is needed"
         )
+    _check_main_grad(name, weight, given.main_grad)
     if expected_rows is not None and not expected_rows >= 0:
         raise ConfigError(f"{name}: expected_rows is {expected_rows!r}; a number of rows is needed, or None")
-    for what, tensor in (("weight", weight), ("expert_offsets", groups.offsets), ("expert_counts", groups.counts)):
-        if tensor.device != x.device:
+    for what, tensor in (
+        ("weight", weight),
+        ("expert_offsets", groups.offsets),
+        ("expert_counts", groups.counts),
+        ("main_grad", given.main_grad),
+    ):
+        if tensor is not None and tensor.device != x.device:
             raise ConfigError(f"{name}: {what} is on {tensor.device}; x is on {x.device}")
+
+
+def _check_main_grad(name: str, weight: Tensor, main_grad: Tensor | None) -> None:
+    if main_grad is None:
+        return
+    if main_grad.dtype != torch.float32 or main_grad.shape != weight.shape or main_grad.requires_grad:
+        raise ConfigError(
+            f"{name}: main_grad is {main_grad.dtype} {list(main_grad.shape)}; float32 {list(weight.shape)} without a "
+            "gradient of its own is needed"
+        )

@@ -24,6 +24,8 @@ COLUMNS = 64
 """Columns of a stage."""
 HALF_ROWS = 128
 """Rows of weights in each half of a tile."""
+PIECE = 64
+"""Outputs of transposed weights in a box."""
 TOKEN_BOXES = (64, 32, 16, 8)
 SHARED_BYTES = 227 << 10
 OUTPUT_STEP, COLUMN_STEP = 16, 8
@@ -96,6 +98,8 @@ class Gate:
 class Product:
     """x[C, K] times weight[L, N, K], of bfloat16 or float16. The offsets are int32[L + 1], the counts int32[L].
 
+    `weight` is contiguous; or, without a gate, its `weight.transpose(1, 2)` is.
+
     Without a gate y is [C, N]. With one, N is gate and up rows, y is [C, N / 2], and `gate_up`, [C, N], takes the
     products. `bias` is [L, N], `row_weights` float32[C]. With `zero_gaps` a gap becomes zeros up to a multiple of 16.
     """
@@ -115,6 +119,10 @@ class Product:
     @property
     def outputs(self) -> int:
         return self.weight.shape[1] // (1 if self.gate is None else 2)
+
+    @property
+    def transposed(self) -> bool:
+        return not self.weight.is_contiguous()
 
     @property
     def half(self) -> bool:
@@ -138,6 +146,7 @@ class Product:
             "GIVE_BACK_AT_ONCE": self.tiles.at_once,
             "GATED_ROWS": self.gate is not None,
             "INTERLEAVED": self.gate is not None and self.gate.interleaved,
+            "TRANSPOSED_WEIGHTS": self.transposed,
             "GENERAL_GATE": self.gate is not None and self.gate.general,
             "STORES_GATE_UP": self.gate_up is not None,
             "BIASED_ROWS": self.bias is not None,
@@ -156,6 +165,11 @@ class Product:
     def weight_maps(self) -> tuple[TensorMap, TensorMap]:
         """Return the maps of both halves of the weights: gate and up, or twice the whole."""
         experts, rows, columns = self.weight.shape
+        if self.transposed:
+            output_bytes = rows * self.weight.element_size()
+            sizes, strides, box = (rows, columns, experts), (output_bytes, columns * output_bytes), (PIECE, COLUMNS, 1)
+            whole = TensorMap(self.weight.data_ptr(), sizes, strides, box, self.half)
+            return whole, whole
         row_bytes = columns * self.weight.element_size()
         interleaved = self.gate is not None and self.gate.interleaved
         between = 2 * row_bytes if interleaved else row_bytes
@@ -210,6 +224,16 @@ class Product:
             limit=gate.limit,
             up_plus=gate.up_plus,
         )
+
+
+def is_dense(weight: torch.Tensor, gated: bool) -> bool:
+    """Whether the kernel takes the strides of a weight.
+
+    >>> weight = torch.empty(2, 16, 8)
+    >>> is_dense(weight, True), is_dense(weight.transpose(1, 2), False), is_dense(weight.transpose(1, 2), True)
+    (True, True, False)
+    """
+    return weight.is_contiguous() or (not gated and weight.transpose(1, 2).is_contiguous())
 
 
 def fits(outputs: int, columns: int) -> bool:

@@ -17,10 +17,13 @@ from torch.nn import functional
 
 from raymoe.errors import RaymoeError
 from raymoe.moe import few_rows, product_launch
+from raymoe.moe.expert_rows import Groups
 from raymoe.moe.grouped import grouped_linear, grouped_swiglu
 from raymoe.moe.product_choice import CHOICES
+from raymoe.moe.product_gradients import rows_gradient
 from raymoe.moe.products import Gate, Product, TileClass
 from raymoe.rows.activation import swiglu
+from raymoe.workload.products import gradient_systems
 from raymoe.workload.products.tasks import Task, error_between, padded_places
 
 Compute = Callable[[], Tensor]
@@ -60,6 +63,9 @@ def _gated_if(task: Task, compute: Compute) -> Compute:
 def _raymoe(task: Task) -> Prepared:
     function: Any = grouped_swiglu if task.gated else grouped_linear
     given = task.x, task.weight, task.offsets, task.counts
+    if task.op == "dx":
+        weight, groups, mean = task.weight.transpose(1, 2), Groups(task.offsets, task.counts), task.sizes.mean
+        return _by_places(task, lambda: rows_gradient(task.x, weight, groups, mean))
     return _by_places(task, lambda: function(*given, expected_rows=task.sizes.mean))
 
 
@@ -82,7 +88,8 @@ def _class(tiles: TileClass, task: Task) -> Prepared:
 
     def compute() -> Tensor:
         y = task.x.new_empty(len(task.x), task.sizes.outputs(task.op))
-        product_launch.launch(Product(task.x, task.weight, task.offsets, task.counts, y, gate, tiles=tiles))
+        given = task.x, task.weight, task.offsets, task.counts, y, gate
+        product_launch.launch(Product(*given, zero_gaps=task.op == "dx", tiles=tiles))
         return y
 
     return _by_places(task, compute)
@@ -194,15 +201,37 @@ def _copy(task: Task) -> Prepared:
 
 OURS, COPY = "raymoe", "copy"
 CLASSES = {name_of(tiles): partial(_class, tiles) for _, tiles in CHOICES if tiles is not None}
-OWN = (OURS, "few_rows", *CLASSES, COPY)
+OWN = (OURS, "few_rows", *CLASSES, "added", COPY)
 """The systems that must work: what they do wrong ends the run."""
-
-SYSTEMS: dict[str, Callable[[Task], Prepared]] = {
+_BY_ROWS: dict[str, Callable[[Task], Prepared]] = {
     OURS: _raymoe,
     "few_rows": _few_rows,
     **CLASSES,
     "grouped_mm": _grouped_mm,
     "dense": _dense,
     "deep_gemm": _deep_gemm,
+}
+_OF_WEIGHTS = {
+    OURS: gradient_systems.by_raymoe,
+    "grouped_mm": gradient_systems.by_torch,
+    "added": gradient_systems.added_by_raymoe,
+    "grouped_mm_added": gradient_systems.added_by_torch,
+}
+
+
+def _prepared(name: str, task: Task) -> Prepared:
+    if task.op != "dw":
+        if name not in _BY_ROWS:
+            raise Unavailable("it adds gradients of weights, which this operation has none of")
+        return _BY_ROWS[name](task)
+    if name not in _OF_WEIGHTS:
+        raise Unavailable("it computes no gradients of weights")
+    if name.startswith("grouped_mm") and task.on_gpu and task.x.dtype != torch.bfloat16:
+        raise Unavailable(f"torch makes the host wait where grouped_mm multiplies {task.sizes.dtype}")
+    return Prepared(*_OF_WEIGHTS[name](task))
+
+
+SYSTEMS: dict[str, Callable[[Task], Prepared]] = {
+    **{name: partial(_prepared, name) for name in dict.fromkeys((*_BY_ROWS, *_OF_WEIGHTS))},
     COPY: _copy,
 }

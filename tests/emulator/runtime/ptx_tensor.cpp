@@ -111,14 +111,14 @@ void tensor_load(u32 shared, const EncodedMap& encoded, const u32* corner, u32 d
     *load = {self()->block, barrier, rows * 128, self()->proxy_time, {}};
     emulator::begin_load(shared, load->bytes, barrier);
     for (u32 number = 0; number < rows; ++number) {
-        const u8* row = reinterpret_cast<const u8*>(map.address);
+        u64 address = map.address;  // wraps, so that coordinates may cancel out
         bool outside = false;
         for (u32 i = 1, left = number; i < dimensions; left /= map.box[i++]) {
             const long long at = static_cast<int>(corner[i]) + static_cast<long long>(left % map.box[i]);
             outside = outside || at < 0 || at >= map.sizes[i];
-            row += at * static_cast<long long>(map.strides[i - 1]);
+            address += static_cast<u64>(at) * map.strides[i - 1];
         }
-        emulator::add_row(*load, map, x, row, outside, shared + number * 128);
+        emulator::add_row(*load, map, x, reinterpret_cast<const u8*>(address), outside, shared + number * 128);
     }
     machine->later(machine->delay(), [load] { emulator::land(*load); });
 }

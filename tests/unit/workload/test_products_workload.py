@@ -17,9 +17,11 @@ from raymoe.workload import Progress, run_case
 from raymoe.workload.memory_needed import device_bytes, products_bytes
 from raymoe.workload.oracle import BOUNDS
 from raymoe.workload.products import systems as systems_of
+from raymoe.workload.products.gradient_systems import by_torch
 from raymoe.workload.products.run_products import SWIGLU_SLACK
-from raymoe.workload.products.systems import CLASSES, COPY, OURS, OWN, SYSTEMS, Prepared, Unavailable
+from raymoe.workload.products.systems import COPY, OURS, OWN, SYSTEMS, Prepared, Unavailable
 from raymoe.workload.products.tasks import (
+    BY_ROWS,
     HOT_OTHERS,
     OPS,
     ProductSizes,
@@ -56,6 +58,10 @@ def run_alone(given: dict[str, Any]) -> tuple[list[dict[str, Any]], list[Progres
         return run(world, given)
 
 
+ELSEWHERE = ("grouped_mm", "dense"), ("grouped_mm", "added", "grouped_mm_added")
+"""The systems beside raymoe and the copy that compute on a CPU: rows, and gradients of weights."""
+
+
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])
 @pytest.mark.parametrize("kind", KINDS)
 def test_each_product_has_a_line_for_each_system(kind: str, dtype: str) -> None:
@@ -66,11 +72,12 @@ def test_each_product_has_a_line_for_each_system(kind: str, dtype: str) -> None:
     item = 4 if dtype == "float32" else 2
     for line in lines:
         assert (line["rows"], line["tokens"], line["experts"], line["routing"]) == (9, sum(counts), 4, kind)
-        with_rows = sum(count > 0 for count in counts)
+        with_rows = 4 if line["op"] == "dw" else sum(count > 0 for count in counts)
         weights = with_rows * 48 * 24 * item * (1 if line["op"] == "down" else 2)
         assert line["bytes_weights"] == weights and line["dtype"] == dtype
-        if line["backend"] in ("few_rows", *CLASSES, "deep_gemm"):
-            assert line["samples"] == 0 and ("compute capability" in line["skipped"] or "GPUs" in line["skipped"])
+        if line["backend"] not in (OURS, COPY, *ELSEWHERE[line["op"] == "dw"]):
+            reasons = "compute capability", "on GPUs", "gradients of weights"
+            assert line["samples"] == 0 and any(reason in line["skipped"] for reason in reasons)
             continue
         assert line["samples"] == 3 and line["verified"] is True, line
         assert line["max_error"] <= BOUNDS[getattr(torch, dtype)] * (SWIGLU_SLACK if line["op"] == "up_swiglu" else 1)
@@ -78,7 +85,7 @@ def test_each_product_has_a_line_for_each_system(kind: str, dtype: str) -> None:
             assert line["bytes_memory"] == weights and line["tflops"] is None
             continue
         inner = 24 if line["op"] == "down" else 48
-        outputs = {"up": 48, "up_swiglu": 24, "down": 48}[line["op"]]
+        outputs = 24 if line["op"] == "up_swiglu" else 48
         assert line["bytes_memory"] == weights + sum(counts) * (inner + outputs) * item
         assert math.isclose(line["tflops"], 2 * sum(counts) * 48 * inner / line["us_p50"] / 1e6)
         full = complete(line, run="r", generation=0, commit=None)
@@ -119,7 +126,7 @@ def test_experts_start_at_multiples_of_16_and_each_compared_row_has_one() -> Non
 # The oracle.
 
 
-@pytest.mark.parametrize("op", OPS)
+@pytest.mark.parametrize("op", BY_ROWS)
 @pytest.mark.parametrize("name", [OURS, "grouped_mm", "dense"])
 def test_the_oracle_finds_a_wrong_row_and_a_missing_one(op: str, name: str) -> None:
     task = Task.drawn(op, ProductSizes((3, 0, 40, 16), 48, 24, "bfloat16"), 0, CPU)
@@ -139,6 +146,24 @@ def test_the_oracle_finds_a_wrong_row_and_a_missing_one(op: str, name: str) -> N
         changed = y.clone()
         changed[int(next(place for place in task.own if place not in task.checked))] = torch.nan
         assert prepared.error(changed) == torch.inf
+
+
+@pytest.mark.parametrize("name", [OURS, "grouped_mm", "added", "grouped_mm_added"])
+def test_the_oracle_finds_wrong_gradients_of_weights(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    task = Task.drawn("dw", ProductSizes((3, 0, 40, 16), 48, 24, "bfloat16"), 0, CPU)
+    assert task.dy is not None and not task.x[3:16].any() and not task.dy[3:16].any()
+    prepared, bound = SYSTEMS[name](task), BOUNDS[torch.bfloat16]
+    for _ in range(2):  # sums of two calls are judged by one more
+        assert prepared.error(prepared.compute()) <= bound
+    changes = (3, -1, 5, 2.0), (1, 7, 5, 1.0), (2, 9, 5, torch.nan)
+    if name in (OURS, "grouped_mm"):
+        for expert, output, column, change in changes:
+            d_weight = prepared.compute().clone()
+            d_weight[expert, output, column] += change * d_weight.abs().max()
+            assert prepared.error(d_weight) > bound
+        return
+    monkeypatch.setattr(torch.Tensor, "zero_", lambda total: total.fill_(1.0))
+    assert prepared.error(prepared.compute()) > bound
 
 
 def test_a_copy_that_did_not_copy_is_found() -> None:
@@ -184,7 +209,7 @@ class DeepGemm:
             y[expert, :count] = (x[expert, :count].float() @ weight[expert].float().T).to(y.dtype)
 
 
-@pytest.mark.parametrize("op", OPS)
+@pytest.mark.parametrize("op", BY_ROWS)
 @pytest.mark.parametrize("form", ["contiguous", "masked"])
 def test_deep_gemm_gets_rows_as_it_needs_them(form: str, op: str) -> None:
     task = Task.drawn(op, ProductSizes((3, 0, 40, 16), 48, 24, "bfloat16"), 0, CPU)
@@ -197,7 +222,7 @@ def test_deep_gemm_gets_rows_as_it_needs_them(form: str, op: str) -> None:
 
 
 def wrong(task: Task) -> Prepared:
-    prepared = SYSTEMS["dense"](task)
+    prepared = Prepared(*by_torch(task)) if task.op == "dw" else SYSTEMS["dense"](task)
     return Prepared(lambda: prepared.compute() * 1.5, prepared.error)
 
 

@@ -6,10 +6,8 @@
 namespace raymoe {
 
 #ifdef HALF_FLOATS
-__device__ __forceinline__ u32 packed(float low, float high) { return ptx::to_f16x2(low, high); }
 __device__ __forceinline__ float bias_at(const u8* at) { return ptx::from_f16(*reinterpret_cast<const u16*>(at)); }
 #else
-__device__ __forceinline__ u32 packed(float low, float high) { return ptx::to_bf16x2(low, high); }
 __device__ __forceinline__ float bias_at(const u8* at) {
     return __uint_as_float(static_cast<u32>(*reinterpret_cast<const u16*>(at)) << 16);
 }
