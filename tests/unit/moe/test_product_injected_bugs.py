@@ -22,7 +22,8 @@ BIASED = ProductCase((1, 1), columns=64, outputs=272, bias=True, weighted=True)
 BOXES = ProductCase((120, 40), columns=64, outputs=16, tiles=MANY)
 ONE_TILE = ProductCase((5,), columns=64, outputs=16)
 AT_ONCE = ProductCase((17, 0, 40, 1), columns=200, outputs=144, tiles=TileClass(16, 2, at_once=True))
-_FILES = [KERNELS / "moe/product.cu", *(KERNELS / "include/raymoe/moe/product").glob("*.cuh")]
+_HEADERS = [f"{name}.cuh" for name in ("product", "loading", "multiplying", "results")]
+_FILES = [KERNELS / "moe/product.cu", *(KERNELS / "include/raymoe/moe/product" / name for name in _HEADERS)]
 
 
 def injected(
