@@ -10,13 +10,13 @@ namespace emulator {
 
 namespace {
 
-constexpr u32 WARPS = 4, PART_ROWS = 16, PART_COLUMNS = 16;
+constexpr u32 WARPS = 4, PART_ROWS = 16, PART_BYTES = 32;  // of each row
 constexpr u32 UNDEFINED = 0x7FBFDEAD;  // a signalling NaN, which arithmetic changes to a quiet one
 constexpr u32 SM_REGISTERS = 65536;
 
 // ---- operands -------------------------------------------------------------------------------------------------------
 
-// Rows of 16 elements in shared memory, as a descriptor says.
+// Rows of PART_BYTES in shared memory, as a descriptor says.
 struct Operand {
     u32 begin, group_stride;  // bytes between groups of 8 rows
 
@@ -42,15 +42,38 @@ void check_descriptor(u64 descriptor, u32 rows) {
     }
 }
 
-float element(const u8* at, bool half) {
-    u16 bits;
-    std::memcpy(&bits, at, 2);
-    return half ? raymoe::ptx::from_f16(bits) : __uint_as_float(static_cast<u32>(bits) << 16);
+using raymoe::ptx::Element;
+
+// All 8-bit floats, because converting each operand anew would take most of the time.
+const float* e4m3_values() {
+    static const std::vector<float> values = [] {
+        std::vector<float> made(256);
+        for (u32 i = 0; i < 256; i += 4) {
+            raymoe::ptx::from_e4m3x4(i * 0x01010101u + 0x03020100u, &made[i]);
+        }
+        return made;
+    }();
+    return values.data();
 }
 
-void read_row(const Block& block, const Operand& operand, u32 row, bool half_floats, float* into) {
-    for (u32 i = 0; i < PART_COLUMNS; ++i) {
-        into[i] = element(block.shared + operand.piece(row, i / 8) + i % 8 * 2, half_floats);
+u32 columns_of(const Step& step) {
+    return step.element == static_cast<u8>(Element::E4M3) ? PART_BYTES : PART_BYTES / 2;
+}
+
+void read_row(const Block& block, const Operand& operand, u32 row, const Step& step, float* into) {
+    u8 bytes[PART_BYTES];
+    for (u32 half = 0; half < 2; ++half) {
+        std::memcpy(bytes + half * LINE, block.shared + operand.piece(row, half), LINE);
+    }
+    if (step.element == static_cast<u8>(Element::E4M3)) {
+        std::transform(bytes, bytes + PART_BYTES, into, [](u8 bits) { return e4m3_values()[bits]; });
+        return;
+    }
+    for (u32 i = 0; i < PART_BYTES / 2; ++i) {
+        u16 bits;
+        std::memcpy(&bits, bytes + i * 2, 2);
+        into[i] = step.element == static_cast<u8>(Element::F16) ? raymoe::ptx::from_f16(bits)
+                                                                : __uint_as_float(static_cast<u32>(bits) << 16);
     }
 }
 
@@ -63,17 +86,18 @@ u32 first_row(const Warp& warp) {
 // Reads the operands, and adds the part's products to the sums in order of the columns.
 void multiply(Part& part) {
     part.done = true;
-    const u32 others = part.step.number;
-    float row[PART_ROWS][PART_COLUMNS], other[PART_COLUMNS];
+    const u32 others = part.step.number, columns = columns_of(part.step);
+    float row[PART_ROWS][PART_BYTES], other[PART_BYTES];
     for (u32 r = 0; r < PART_ROWS; ++r) {
-        read_row(*part.block, Operand{part.step.rows}, first_row(*part.warp) + r, part.step.flag, row[r]);
+        read_row(*part.block, Operand{part.step.rows}, first_row(*part.warp) + r, part.step, row[r]);
     }
     for (u32 n = 0; n < others; ++n) {
-        read_row(*part.block, Operand{part.step.others}, n, part.step.flag, other);
+        read_row(*part.block, Operand{part.step.others}, n, part.step, other);
         for (u32 r = 0; r < PART_ROWS; ++r) {
             const u32 lane = r % 8 * 4 + n % 8 / 2, index = n / 8 * 4 + r / 8 * 2 + n % 2;
             float& sum = part.sums->values[lane * part.sums->each + index];
-            for (u32 k = 0; k < PART_COLUMNS; ++k) {
+            sum = part.step.flag ? sum : 0.0f;
+            for (u32 k = 0; k < columns; ++k) {
                 sum += row[r][k] * other[k];
             }
         }
@@ -371,8 +395,9 @@ void wgmma_fence() { emulator::take({StepKind::FENCE}); }
 
 void wgmma_commit() { emulator::take({StepKind::COMMIT}); }
 
-void wgmma_of(float* sums, u32 columns, u64 rows, u64 others, bool half) {
-    emulator::take({StepKind::PRODUCT, columns, rows, others, half}, reinterpret_cast<u64>(sums));
+void wgmma_of(float* sums, u32 columns, u64 rows, u64 others, Element element, bool add) {
+    emulator::take({StepKind::PRODUCT, columns, rows, others, add, static_cast<u8>(element)},
+                   reinterpret_cast<u64>(sums));
 }
 
 void wgmma_wait_for(u32 younger) {

@@ -27,11 +27,12 @@ struct Step {
     StepKind kind;
     u32 number = 0;            // columns of a product; younger groups of a wait; registers
     u64 rows = 0, others = 0;  // descriptors of a product
-    bool flag = false;         // of a product: elements are float16; of registers: they are taken, not given away
+    bool flag = false;         // of a product: it adds to the sums; of registers: they are taken, not given away
+    u8 element = 0;            // of a product: raymoe::ptx::Element
 
     bool operator==(const Step& other) const {
         return kind == other.kind && number == other.number && rows == other.rows && others == other.others &&
-               flag == other.flag;
+               flag == other.flag && element == other.element;
     }
 };
 

@@ -53,7 +53,8 @@ inline u32 transposed_8x8(u32 pair) {
 void wgmma_fence();
 void wgmma_commit();
 void wgmma_wait_for(u32 younger);
-void wgmma_of(float* sums, u32 columns, u64 rows, u64 others, bool half);
+enum class Element : u8 { BF16, F16, E4M3 };
+void wgmma_of(float* sums, u32 columns, u64 rows, u64 others, Element element, bool add);
 
 template <int younger>
 inline void wgmma_wait() {
@@ -62,8 +63,15 @@ inline void wgmma_wait() {
 template <u32 N>
 inline void wgmma(float (&d)[N / 2], u64 rows, u64 others) {
     static_assert(N % 8 == 0 && N >= 8 && N <= 256, "wgmma has 8 to 256 columns, in steps of 8");
-    wgmma_of(d, N, rows, others, WGMMA_TYPE[0] == 'f');
+    wgmma_of(d, N, rows, others, WGMMA_TYPE[0] == 'f' ? Element::F16 : Element::BF16, true);
 }
+template <u32 N, bool ADD>
+inline void wgmma_e4m3(float (&d)[N / 2], u64 rows, u64 others) {
+    static_assert(N % 8 == 0 && N >= 8 && N <= 256, "wgmma has 8 to 256 columns, in steps of 8");
+    wgmma_of(d, N, rows, others, Element::E4M3, ADD);
+}
+template <u32 COUNT>
+inline void sums_have_come(float (&)[COUNT]) {}
 
 #pragma GCC visibility pop
 
