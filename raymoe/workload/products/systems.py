@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import importlib
 from collections.abc import Callable
-from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -15,38 +14,14 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from raymoe.errors import RaymoeError
 from raymoe.moe import few_rows, product_launch
 from raymoe.moe.grouped import grouped_linear, grouped_swiglu
 from raymoe.moe.product_choice import CHOICES
 from raymoe.moe.products import Gate, Product, TileClass
 from raymoe.rows.activation import swiglu
+from raymoe.workload.products.prepared import Compute, Prepared, Unavailable, by_places
+from raymoe.workload.products.systems_fp8 import FP8_SYSTEMS, OURS_FP8
 from raymoe.workload.products.tasks import Task, error_between, padded_places
-
-Compute = Callable[[], Tensor]
-
-
-class Unavailable(RaymoeError):  # noqa: N818 - it says what happened
-    """A system cannot compute a product here. The message says why."""
-
-
-@dataclass(frozen=True)
-class Prepared:
-    """A function that computes on the current stream, and one that returns the error of its result."""
-
-    compute: Compute
-    error: Callable[[Tensor], float]
-
-
-def _by_places(task: Task, compute: Compute) -> Prepared:
-    """A system whose result has the rows of x in their places."""
-
-    def error(y: Tensor) -> float:
-        if not bool(y[task.own].isfinite().all()):
-            return torch.inf
-        return error_between(y[task.checked], task.want)
-
-    return Prepared(compute, error)
 
 
 def _gated_if(task: Task, compute: Compute) -> Compute:
@@ -60,7 +35,7 @@ def _gated_if(task: Task, compute: Compute) -> Compute:
 def _raymoe(task: Task) -> Prepared:
     function: Any = grouped_swiglu if task.gated else grouped_linear
     given = task.x, task.weight, task.offsets, task.counts
-    return _by_places(task, lambda: function(*given, expected_rows=task.sizes.mean))
+    return by_places(task, lambda: function(*given, expected_rows=task.sizes.mean))
 
 
 def _few_rows(task: Task) -> Prepared:
@@ -69,7 +44,7 @@ def _few_rows(task: Task) -> Prepared:
     if task.sizes.mean > MOST_FEW_ROWS:
         raise Unavailable(f"few_rows.cu is measured up to {MOST_FEW_ROWS} rows of an expert on average")
     given = task.x, task.weight, task.offsets, task.counts
-    return _by_places(task, lambda: few_rows.multiply_few_rows(*given, gated=task.gated))
+    return by_places(task, lambda: few_rows.multiply_few_rows(*given, gated=task.gated))
 
 
 MOST_FEW_ROWS = 128
@@ -85,7 +60,7 @@ def _class(tiles: TileClass, task: Task) -> Prepared:
         product_launch.launch(Product(task.x, task.weight, task.offsets, task.counts, y, gate, tiles=tiles))
         return y
 
-    return _by_places(task, compute)
+    return by_places(task, compute)
 
 
 def name_of(tiles: TileClass) -> str:
@@ -101,7 +76,7 @@ def _grouped_mm(task: Task) -> Prepared:
         raise Unavailable(f"torch makes the host wait where grouped_mm multiplies {task.sizes.dtype}")
     product: Any = functional.grouped_mm
     weight, ends = task.weight.transpose(1, 2), task.offsets[1:]
-    return _by_places(task, _gated_if(task, lambda: product(task.x, weight, offs=ends)))
+    return by_places(task, _gated_if(task, lambda: product(task.x, weight, offs=ends)))
 
 
 def _dense(task: Task) -> Prepared:
@@ -194,7 +169,7 @@ def _copy(task: Task) -> Prepared:
 
 OURS, COPY = "raymoe", "copy"
 CLASSES = {name_of(tiles): partial(_class, tiles) for _, tiles in CHOICES if tiles is not None}
-OWN = (OURS, "few_rows", *CLASSES, COPY)
+OWN = (OURS, "few_rows", *CLASSES, *OURS_FP8, COPY)
 """The systems that must work: what they do wrong ends the run."""
 
 SYSTEMS: dict[str, Callable[[Task], Prepared]] = {
@@ -205,4 +180,5 @@ SYSTEMS: dict[str, Callable[[Task], Prepared]] = {
     "dense": _dense,
     "deep_gemm": _deep_gemm,
     COPY: _copy,
+    **FP8_SYSTEMS,
 }
