@@ -13,7 +13,7 @@ from raymoe.cuda.launch import Shape
 from raymoe.cuda.params import address_setter
 from raymoe.cuda.tensor_map import EncodedMap
 from raymoe.moe.product_fp8 import SCALES, ScaledProduct, ScaledProductParams
-from raymoe.moe.product_launch import known_maps
+from raymoe.moe.product_launch import kept_maps
 from raymoe.moe.products import THREADS, TOKEN_BOXES
 from raymoe.rows.pipe_tensors import ALIGNMENT
 from raymoe.rows.row_launch import RowsDevice, device_of
@@ -73,8 +73,8 @@ class PreparedScaledProduct:
         x, weight, y = product.x.data_ptr(), product.weight.data_ptr(), product.y.data_ptr()
         if (x | weight | y) % ALIGNMENT:
             scaled.check()
-        weights = known_maps(self._weight_maps, weight, product.weight_maps)
-        tokens = known_maps(self._token_maps, (x, len(product.x)), product.token_maps)
+        weights = kept_maps(self._weight_maps, weight, product.weight_maps)
+        tokens = kept_maps(self._token_maps, (x, len(product.x)), product.token_maps)
         bias, row_weights = (
             0 if tensor is None else tensor.data_ptr() for tensor in (product.bias, product.row_weights)
         )

@@ -112,8 +112,8 @@ class PreparedProduct:
         ]
         if (x | weight | addresses[2] | addresses[3]) % ALIGNMENT:
             product.check()
-        weights = known_maps(self._weight_maps, weight, product.weight_maps)
-        tokens = known_maps(self._token_maps, (x, len(product.x)), product.token_maps)
+        weights = kept_maps(self._weight_maps, weight, product.weight_maps)
+        tokens = kept_maps(self._token_maps, (x, len(product.x)), product.token_maps)
         stream = self._device.current_stream(self._ordinal)
         blocks = min(self._device.gpu.sms, product.most_tiles)
         one = len(weights) // 2
@@ -125,7 +125,7 @@ class PreparedProduct:
             self._launch.enqueue(stream, self._pointers_at, blocks, self._block)
 
 
-def known_maps(kept: dict[_Key, bytes], key: _Key, maps: Callable[[], tuple[TensorMap, ...]]) -> bytes:
+def kept_maps(kept: dict[_Key, bytes], key: _Key, maps: Callable[[], tuple[TensorMap, ...]]) -> bytes:
     """Return the encoded maps of this key, which has all that they depend on; encode them at first."""
     encoded = kept.get(key)
     if encoded is None:
