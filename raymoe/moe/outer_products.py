@@ -15,6 +15,7 @@ from raymoe.cuda.jit import KernelSource
 from raymoe.cuda.params import U32, Address, Params
 from raymoe.cuda.tensor_map import EncodedMap, TensorMap
 from raymoe.errors import ConfigError
+from raymoe.moe.products import ELEMENTS
 from raymoe.rows.pipe_tensors import ALIGNMENT
 
 THREADS = 384
@@ -118,7 +119,7 @@ def clipped_map(rows: torch.Tensor) -> TensorMap:
     columns = rows.shape[1]
     row_bytes = columns * rows.element_size()
     sizes, strides = (columns, CLIPPED, MOST_SIZE, MOST_SIZE), (row_bytes, row_bytes, (1 << 34) - row_bytes)
-    return TensorMap(rows.data_ptr(), sizes, strides, (PIECE, STAGE_ROWS, 1, 1), rows.dtype is torch.float16)
+    return TensorMap(rows.data_ptr(), sizes, strides, (PIECE, STAGE_ROWS, 1, 1), ELEMENTS[rows.dtype])
 
 
 def fits(outputs: int, columns: int) -> bool:

@@ -20,14 +20,15 @@ from raymoe.errors import ConfigError
 from raymoe.rows.pipe_tensors import ALIGNMENT
 
 THREADS = 384
-COLUMNS = 64
-"""Columns of a stage."""
+ROW_BYTES = 128
+"""Of a row of weights or tokens in a stage."""
 HALF_ROWS = 128
 """Rows of weights in each half of a tile."""
 PIECE = 64
 """Outputs of transposed weights in a box."""
 TOKEN_BOXES = (64, 32, 16, 8)
 SHARED_BYTES = 227 << 10
+ELEMENTS = {torch.bfloat16: "bfloat16", torch.float16: "float16", torch.float8_e4m3fn: "uint8"}
 OUTPUT_STEP, COLUMN_STEP = 16, 8
 """Outputs and columns of a weight are multiples of these."""
 
@@ -43,7 +44,7 @@ class TileClass:
 
     @property
     def stage_bytes(self) -> int:
-        return (2 * HALF_ROWS + self.tokens) * COLUMNS * 2
+        return (2 * HALF_ROWS + self.tokens) * ROW_BYTES
 
     def shared_bytes(self, experts: int) -> int:
         """The stages, their barriers, two records of tiles with theirs, and the first tile of each expert.
@@ -125,8 +126,13 @@ class Product:
         return not self.weight.is_contiguous()
 
     @property
-    def half(self) -> bool:
-        return self.x.dtype is torch.float16
+    def element(self) -> str:
+        """The type of operands for tensor maps."""
+        return ELEMENTS[self.x.dtype]
+
+    @property
+    def _stage_columns(self) -> int:
+        return ROW_BYTES // self.x.element_size()
 
     @property
     def most_tiles(self) -> int:
@@ -152,7 +158,7 @@ class Product:
             "BIASED_ROWS": self.bias is not None,
             "WEIGHTED_ROWS": self.row_weights is not None,
             "ZERO_GAPS": self.zero_gaps,
-            "HALF_FLOATS": self.half,
+            "HALF_FLOATS": self.element == "float16",
         }
         defines = [("MOST_TOKENS", str(self.tiles.tokens)), ("PRODUCT_STAGES", str(self.tiles.stages))]
         defines += [(name, "1") for name, wanted in switches.items() if wanted]
@@ -167,25 +173,25 @@ class Product:
         experts, rows, columns = self.weight.shape
         if self.transposed:
             output_bytes = rows * self.weight.element_size()
-            sizes, strides, box = (rows, columns, experts), (output_bytes, columns * output_bytes), (PIECE, COLUMNS, 1)
-            whole = TensorMap(self.weight.data_ptr(), sizes, strides, box, self.half)
+            sizes, strides = (rows, columns, experts), (output_bytes, columns * output_bytes)
+            whole = TensorMap(self.weight.data_ptr(), sizes, strides, (PIECE, self._stage_columns, 1), self.element)
             return whole, whole
         row_bytes = columns * self.weight.element_size()
         interleaved = self.gate is not None and self.gate.interleaved
         between = 2 * row_bytes if interleaved else row_bytes
         sizes = (columns, self.outputs, experts)
-        strides, box = (between, rows * row_bytes), (COLUMNS, HALF_ROWS, 1)
+        strides, box = (between, rows * row_bytes), (self._stage_columns, HALF_ROWS, 1)
         up = 0 if self.gate is None else row_bytes if interleaved else self.outputs * row_bytes
         at = self.weight.data_ptr()
-        first, second = (TensorMap(address, sizes, strides, box, self.half) for address in (at, at + up))
+        first, second = (TensorMap(address, sizes, strides, box, self.element) for address in (at, at + up))
         return first, second
 
     def token_maps(self) -> tuple[TensorMap, ...]:
         """Return the maps of the tokens, by boxes of 64, 32, 16 and 8 rows."""
         rows, columns = self.x.shape
-        strides = (columns * self.x.element_size(),)
+        strides, width = (columns * self.x.element_size(),), self._stage_columns
         return tuple(
-            TensorMap(self.x.data_ptr(), (columns, rows), strides, (COLUMNS, box_rows), self.half)
+            TensorMap(self.x.data_ptr(), (columns, rows), strides, (width, box_rows), self.element)
             for box_rows in TOKEN_BOXES
         )
 

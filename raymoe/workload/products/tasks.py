@@ -4,17 +4,21 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 
 import torch
 from torch import Tensor
 
 from raymoe.config import Job
+from raymoe.fp8 import FP8_BLOCK, dequantise, dequantise_weight, quantise, quantise_weight
 from raymoe.moe.expert_rows import Groups, zero_gaps
+from raymoe.moe.product_fp8_operators import ScaledOperands
 from raymoe.moe.weights import generator
 
-BY_ROWS = ("up", "up_swiglu", "down", "dx")
-"""Gate and up of an expert, the same with SwiGLU, the product after it, and the gradients of the rows of `up`."""
+FORWARD = ("up", "up_swiglu", "down")
+"""Gate and up of an expert, the same with SwiGLU, and the product after it."""
+BY_ROWS = (*FORWARD, "dx")
+"""The gradients of the rows of `up` too."""
 OPS = (*BY_ROWS, "dw")
 """The gradients of the weights of `up` too."""
 ALIGNMENT = 16
@@ -22,6 +26,8 @@ ALIGNMENT = 16
 HOT_OTHERS = 4
 """Rows of each expert beside a hot one."""
 ZIPF_ALPHA = 1.0
+QUANTISED_TOGETHER = 8192
+"""Rows."""
 CHECKED = 16
 """Rows of an expert that are compared with float64: the first, the last, and others between them."""
 
@@ -191,11 +197,41 @@ class Task:
 
     def exactly(self, rows: Tensor, expert: int) -> Tensor:
         """Compute the results of some rows by one expert in float64."""
-        products = self.x[rows].double() @ self.weight[expert].double().T
+        return self._activated(self.x[rows].double() @ self.weight[expert].double().T)
+
+    def _activated(self, products: Tensor) -> Tensor:
         if not self.gated:
             return products
         gate, up = products.chunk(2, dim=1)
         return gate / (1 + torch.exp(-gate)) * up
+
+    @cached_property
+    def quantised(self) -> ScaledOperands:
+        """The operands as 8-bit floats. The scales of rows lie column after column, as after a dispatch."""
+        x, weight = self.x, self.weight
+        (rows, columns), (experts, products, _) = x.shape, weight.shape
+        blocks = -(-columns // FP8_BLOCK)
+        like = partial(torch.empty, device=x.device)
+        values, weights = (like(each.shape, dtype=torch.float8_e4m3fn) for each in (x, weight))
+        scales, weight_scales = like(blocks, rows).T, like(experts, -(-products // FP8_BLOCK), blocks)
+        for begin in range(0, rows, QUANTISED_TOGETHER):  # in pieces, because this takes wide copies
+            part = slice(begin, begin + QUANTISED_TOGETHER)
+            values[part], scales[part] = quantise(x[part])
+        for expert in range(experts):
+            weights[expert], weight_scales[expert] = quantise_weight(weight[expert])
+        return ScaledOperands(values, scales, weights, weight_scales)
+
+    @cached_property
+    def quantised_want(self) -> Tensor:
+        """The results of the rows that are compared, in float64, from the quantised operands."""
+        wanted, done, given = [], 0, self.quantised
+        for expert, count in enumerate(self.sizes.counts):
+            some = self.checked[done : done + min(count, CHECKED)]
+            done += len(some)
+            weight = dequantise_weight(given.weight[expert], given.weight_scales[expert])
+            rows = dequantise(given.x[some], given.x_scales[some])
+            wanted.append(self._activated(rows.double() @ weight.double().T))
+        return torch.cat(wanted)
 
 
 def error_between(have: Tensor, want: Tensor) -> float:

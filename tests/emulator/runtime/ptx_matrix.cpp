@@ -8,16 +8,19 @@
 
 namespace emulator {
 
+using raymoe::ptx::OperandForm;
+
 namespace {
 
 constexpr u32 WARPS = 4, PART_ROWS = 16, PART_COLUMNS = 16;
+constexpr u32 MOST_DEPTH = 2 * PART_COLUMNS;  // of 8-bit operands
 constexpr u32 UNDEFINED = 0x7FBFDEAD;  // a signalling NaN, which arithmetic changes to a quiet one
 constexpr u32 SM_REGISTERS = 65536;
 
 // ---- operands -------------------------------------------------------------------------------------------------------
 
 // Rows of 16 elements in shared memory, as a descriptor says. 16 bytes of it are 8 columns of a row; of a transposed
-// operand they are 8 rows of a column.
+// operand they are 8 rows of a column. Two 8-bit columns count as one here.
 struct Operand {
     u32 begin, group_stride;  // bytes between groups of 8 rows; transposed: of 8 columns
     u32 rows_stride;          // transposed: bytes between groups of 64 rows
@@ -69,9 +72,27 @@ float element(const u8* at, bool half) {
     return half ? raymoe::ptx::from_f16(bits) : __uint_as_float(static_cast<u32>(bits) << 16);
 }
 
-void read_row(const Block& block, const Operand& operand, u32 row, bool half_floats, float* into) {
+// All 8-bit floats, because converting each operand anew would take most of the time.
+const float* e4m3_values() {
+    static const std::vector<float> values = [] {
+        std::vector<float> made(256);
+        for (u32 i = 0; i < 256; i += 4) {
+            raymoe::ptx::from_e4m3x4(i * 0x01010101u + 0x03020100u, &made[i]);
+        }
+        return made;
+    }();
+    return values.data();
+}
+
+void read_row(const Block& block, const Operand& operand, u32 row, OperandForm form, float* into) {
     for (u32 column = 0; column < PART_COLUMNS; ++column) {
-        into[column] = element(block.shared + operand.element(row, column), half_floats);
+        const u8* at = block.shared + operand.element(row, column);
+        if (form.e4m3) {
+            into[2 * column] = e4m3_values()[at[0]];
+            into[2 * column + 1] = e4m3_values()[at[1]];
+        } else {
+            into[column] = element(at, form.half);
+        }
     }
 }
 
@@ -85,18 +106,20 @@ u32 first_row(const Warp& warp) {
 void multiply(Part& part) {
     part.done = true;
     const u32 others = part.step.number;
-    const auto form = part.step.form;
+    const OperandForm form = part.step.form;
+    const u32 depth = form.e4m3 ? MOST_DEPTH : PART_COLUMNS;
     const Operand rows{part.step.rows, form.transposed_rows}, columns{part.step.others, form.transposed_others};
-    float row[PART_ROWS][PART_COLUMNS], other[PART_COLUMNS];
+    float row[PART_ROWS][MOST_DEPTH], other[MOST_DEPTH];
     for (u32 r = 0; r < PART_ROWS; ++r) {
-        read_row(*part.block, rows, first_row(*part.warp) + r, form.half, row[r]);
+        read_row(*part.block, rows, first_row(*part.warp) + r, form, row[r]);
     }
     for (u32 n = 0; n < others; ++n) {
-        read_row(*part.block, columns, n, form.half, other);
+        read_row(*part.block, columns, n, form, other);
         for (u32 r = 0; r < PART_ROWS; ++r) {
             const u32 lane = r % 8 * 4 + n % 8 / 2, index = n / 8 * 4 + r / 8 * 2 + n % 2;
             float& sum = part.sums->values[lane * part.sums->each + index];
-            for (u32 k = 0; k < PART_COLUMNS; ++k) {
+            sum = form.add ? sum : 0.0f;
+            for (u32 k = 0; k < depth; ++k) {
                 sum += row[r][k] * other[k];
             }
         }

@@ -25,7 +25,7 @@ AT_ONCE = ProductCase((17, 0, 40, 1), columns=200, outputs=144, tiles=TileClass(
 _FOLDER = KERNELS / "include/raymoe/moe/product"
 _FILES = [
     KERNELS / "moe/product.cu",
-    *(_FOLDER / f"{name}.cuh" for name in ("loading", "operands", "product", "results")),
+    *(_FOLDER / f"{name}.cuh" for name in ("loading", "multiplying", "operands", "product", "results")),
 ]
 TRANSPOSED = replace(PLAIN, transposed=True)
 

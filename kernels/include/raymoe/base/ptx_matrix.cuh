@@ -234,5 +234,55 @@ RAYMOE_WGMMA(240, 30, 120, 121)
 RAYMOE_WGMMA(248, 31, 124, 125)
 RAYMOE_WGMMA(256, 32, 128, 129)
 
+// Tells the compiler that the sums change here: after a wait, before their first use.
+template <u32 COUNT>
+__device__ __forceinline__ void sums_have_come(float (&d)[COUNT]) {
+#pragma unroll
+    for (u32 i = 0; i < COUNT; ++i) {
+        asm volatile("" : "+f"(d[i])::"memory");
+    }
+}
+
+// The same for rows of 32 columns of 8-bit floats (e4m3). Without ADD the products replace d. The hardware adds them
+// with fewer bits than a float has, so a kernel adds the results of a few of them in float32.
+template <u32 N, bool ADD>
+__device__ __forceinline__ void wgmma_e4m3(float (&d)[N / 2], u64 rows, u64 others) {
+    static_assert(N == 0, "no such wgmma");
+}
+
+#define RAYMOE_WGMMA_E4M3(N, EIGHTS, A, B, ADD)                                                       \
+    template <>                                                                                       \
+    __device__ __forceinline__ void wgmma_e4m3<N, ADD>(float (&d)[N / 2], u64 rows, u64 others) {     \
+        asm volatile("wgmma.mma_async.sync.aligned.m64n" #N "k32.f32.e4m3.e4m3 {" RAYMOE_SUMS_##EIGHTS \
+                     "}, %" #A ", %" #B ", " #ADD ", 1, 1;"                                            \
+                     : RAYMOE_OPERANDS_##EIGHTS                                                       \
+                     : "l"(rows), "l"(others));                                                       \
+    }
+#define RAYMOE_WGMMA_E4M3_BOTH(N, EIGHTS, A, B) \
+    RAYMOE_WGMMA_E4M3(N, EIGHTS, A, B, 0)       \
+    RAYMOE_WGMMA_E4M3(N, EIGHTS, A, B, 1)
+RAYMOE_WGMMA_E4M3_BOTH(8, 1, 4, 5)
+RAYMOE_WGMMA_E4M3_BOTH(16, 2, 8, 9)
+RAYMOE_WGMMA_E4M3_BOTH(24, 3, 12, 13)
+RAYMOE_WGMMA_E4M3_BOTH(32, 4, 16, 17)
+RAYMOE_WGMMA_E4M3_BOTH(40, 5, 20, 21)
+RAYMOE_WGMMA_E4M3_BOTH(48, 6, 24, 25)
+RAYMOE_WGMMA_E4M3_BOTH(56, 7, 28, 29)
+RAYMOE_WGMMA_E4M3_BOTH(64, 8, 32, 33)
+RAYMOE_WGMMA_E4M3_BOTH(72, 9, 36, 37)
+RAYMOE_WGMMA_E4M3_BOTH(80, 10, 40, 41)
+RAYMOE_WGMMA_E4M3_BOTH(88, 11, 44, 45)
+RAYMOE_WGMMA_E4M3_BOTH(96, 12, 48, 49)
+RAYMOE_WGMMA_E4M3_BOTH(104, 13, 52, 53)
+RAYMOE_WGMMA_E4M3_BOTH(112, 14, 56, 57)
+RAYMOE_WGMMA_E4M3_BOTH(120, 15, 60, 61)
+RAYMOE_WGMMA_E4M3_BOTH(128, 16, 64, 65)
+RAYMOE_WGMMA_E4M3_BOTH(136, 17, 68, 69)
+RAYMOE_WGMMA_E4M3_BOTH(144, 18, 72, 73)
+RAYMOE_WGMMA_E4M3_BOTH(152, 19, 76, 77)
+RAYMOE_WGMMA_E4M3_BOTH(160, 20, 80, 81)
+RAYMOE_WGMMA_E4M3_BOTH(168, 21, 84, 85)
+RAYMOE_WGMMA_E4M3_BOTH(176, 22, 88, 89)
+
 }  // namespace ptx
 }  // namespace raymoe

@@ -28,7 +28,8 @@ __device__ __forceinline__ void await(u32 barrier, u32 parity) {
 }
 
 // Describes pieces of 64 elements of 16 bits in shared memory, as a load with the 128-byte swizzle stores them: groups
-// of 8 pieces, 1024 bytes each, at a multiple of 1024 bytes.
+// of 8 pieces, 1024 bytes each, at a multiple of 1024 bytes. A piece of 8-bit elements has 128 of them, and its next 32
+// columns are at descriptor + NEXT_COLUMNS. It has no transposed form.
 //
 //                        a piece                the next 16 columns
 //   operand              64 columns of a row    at descriptor + NEXT_COLUMNS

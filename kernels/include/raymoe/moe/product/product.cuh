@@ -50,13 +50,19 @@
 #define ZEROES_GAPS false
 #endif
 
+#ifdef E4M3_OPERANDS
+#define OPERAND_BYTES 1
+#else
+#define OPERAND_BYTES 2
+#endif
+
 namespace raymoe {
 
 constexpr u32 TOKENS = MOST_TOKENS, STAGES = PRODUCT_STAGES;
 constexpr bool GIVES_BACK_AT_ONCE = AT_ONCE;
 constexpr u32 HALF_ROWS = 128;  // rows of weights in each half of a tile
 constexpr u32 OUTPUTS = GATED ? HALF_ROWS : 2 * HALF_ROWS;
-constexpr u32 COLUMNS = 64, ROW_BYTES = COLUMNS * 2;  // of a stage
+constexpr u32 ROW_BYTES = 128, COLUMNS = ROW_BYTES / OPERAND_BYTES;  // of a stage
 constexpr u32 HALF_BYTES = HALF_ROWS * ROW_BYTES, WEIGHT_BYTES = 2 * HALF_BYTES;
 constexpr u32 STAGE_BYTES = WEIGHT_BYTES + TOKENS * ROW_BYTES;
 constexpr u32 STEP = ZEROES_GAPS ? 16 : 8;  // a tile's tokens are a multiple of it
