@@ -116,6 +116,10 @@ def _tensors(name: str, operands: ScaledOperands, groups: Groups, added: Added) 
             f"{name} of 8-bit rows and weights has no gradient, and a tensor needs one; call it under torch.no_grad, "
             "or train with bfloat16 experts"
         )
+    if added.main_grad is not None:
+        raise ConfigError(
+            f"{name} of 8-bit rows and weights has no gradient to add to main_grad; train with bfloat16 experts"
+        )
     return tensors
 
 

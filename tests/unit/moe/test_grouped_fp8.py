@@ -167,6 +167,13 @@ def test_gradients_are_refused_in_one_sentence() -> None:
         grouped_linear(*operands, row_weights=weights)
 
 
+def test_main_grad_is_refused() -> None:
+    operands = given()
+    for function in (grouped_linear, grouped_swiglu):
+        with pytest.raises(ConfigError, match=rf"{function.__name__} of 8-bit .* no gradient to add to main_grad"):
+            function(*operands, main_grad=torch.zeros(operands[1][0].shape))
+
+
 def test_outputs_of_no_sense_are_refused() -> None:
     for switches, message in (
         ({"output": "float8"}, "output='float8' of 8-bit rows"),
