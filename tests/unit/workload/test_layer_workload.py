@@ -12,6 +12,7 @@ import torch
 
 from raymoe.config.job import Job
 from raymoe.errors import WrongResult
+from raymoe.exchange import shared
 from raymoe.exchange.exchange import Exchange
 from raymoe.exchange.spec import ExchangeSpec
 from raymoe.memory.world import World
@@ -186,7 +187,7 @@ def test_the_sms_of_a_job_are_those_of_its_exchange(monkeypatch: pytest.MonkeyPa
             made.append(sms)
             super().__init__(world, spec, backend)  # CPU ranks have no SMs to limit
 
-    monkeypatch.setattr(layer, "Exchange", Noted)
+    monkeypatch.setattr(shared, "Exchange", Noted)
     with World.open(rank=0, size=1) as world:
         world.wire([world.descriptor()])
         for asked in ({}, {"exchange": {"sms": 24}}):
