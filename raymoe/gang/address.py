@@ -95,9 +95,9 @@ def needs_token(address: str | None) -> bool:
     A token that is sent to a head without that guard makes the ranks there fail at their start. The head is asked in
     another process, because Ray reads RAY_AUTH_MODE once, when it is imported. Raises ClusterError if nothing answers.
     """
-    if address is None or not send_token():
+    if address is None or not send_token() or not _speaks(host_port := reachable(address)):
         return False
-    command = [sys.executable, "-c", ASK, reachable(address)]
+    command = [sys.executable, "-c", ASK, host_port]
     try:
         head = subprocess.run(
             command, capture_output=True, text=True, timeout=ASK_S, stdin=subprocess.DEVNULL, check=False
@@ -105,6 +105,20 @@ def needs_token(address: str | None) -> bool:
     except subprocess.TimeoutExpired:
         return False  # `ray.init` then fails in its own time, with a sentence
     return head.stdout.strip() == "token"
+
+
+_HELLO = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + bytes((0, 0, 0, 4, 0, 0, 0, 0, 0))  # the preface, and no settings
+
+
+def _speaks(host_port: str) -> bool:
+    """Whether something at the port answers HTTP/2, as a head does at once. Ray's client would wait for an answer."""
+    host, _, port = host_port.rpartition(":")
+    try:
+        with socket.create_connection((host.strip("[]"), int(port)), timeout=PROBE_S) as connection:
+            connection.sendall(_HELLO)
+            return bool(connection.recv(1))
+    except OSError:
+        return False
 
 
 JOBS_ADDRESSES = ("RAY_API_SERVER_ADDRESS", "RAY_ADDRESS")

@@ -30,6 +30,9 @@ ELSEWHERE = {
     "make test": "tests/gang/test_docs.py",  # it runs this test
     "make test-all": "tests/gang/test_docs.py",  # or this one, which runs the commands of pages
     "make check": "Makefile",  # a half of `make test`
+    "make hosts": "tests/hosts/test_torchtitan.py",
+    "torchrun --nproc-per-node 8 -m torchtitan.train --module qwen3 --config … --override.imports $on.dispatcher "
+    "$on.selective_ac": "tests/hosts/test_torchtitan.py",
     'make unit PYTEST="tests/unit -k plan"': "tests/unit/exchange/test_plan.py",
     'make unit PYTEST="tests/unit/cuda/test_kernels_compile.py tests/unit/exchange/peer/test_kernels_emulated.py"': (
         "tests/unit/exchange/peer/test_kernels_emulated.py"

@@ -407,7 +407,12 @@ def test_attach_leaves_a_job_running_at_the_first_signal(
 ) -> None:
     api = RunningApi(number)
     monkeypatch.setattr(follow, "POLL_S", 30.0)
-    assert commands._follow(api, "x", None, "", stops=False) == 128 + number  # type: ignore[arg-type]
+    # `nohup` and shells without job control have these ignored, and what is ignored stays so.
+    before = signal.signal(number, signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL)
+    try:
+        assert commands._follow(api, "x", None, "", stops=False) == 128 + number  # type: ignore[arg-type]
+    finally:
+        signal.signal(number, before)
     assert not api.stopped
     told = "left job x, which goes on; `raymoe attach x` follows it, `raymoe stop x` stops it\n"
     assert capsys.readouterr().err == told

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import os
 import socket
+import threading
+import time
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -22,9 +25,26 @@ def server() -> Iterator[socket.socket]:
         yield listening
 
 
+def greet(server: socket.socket) -> None:
+    """Answer each connection that says something, as a head does."""
+    with suppress(OSError):  # the server is closed
+        while True:
+            connection, _ = server.accept()
+            with connection:
+                if connection.recv(64):
+                    connection.sendall(bytes(9))
+
+
 @pytest.fixture
-def head(server: socket.socket, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> str:
-    """Listen at the address of a head, and give this process a token and no mode."""
+def head(silent: str, server: socket.socket) -> str:
+    """Listen at the address of a head."""
+    threading.Thread(target=greet, args=(server,), daemon=True).start()
+    return silent
+
+
+@pytest.fixture
+def silent(server: socket.socket, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> str:
+    """Listen, but say nothing, and give this process a token and no mode."""
     for name in ("RAY_AUTH_MODE", "RAY_AUTH_TOKEN_PATH"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("RAY_AUTH_TOKEN", "a" * 64)
@@ -49,6 +69,13 @@ def test_a_head_that_says_nothing_is_given_up(head: str, monkeypatch: pytest.Mon
     assert needs_token(head) is False
 
 
+def test_a_port_that_says_nothing_is_asked_nothing(silent: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(address, "ASK", "print('token')")
+    monkeypatch.setattr(address, "PROBE_S", 0.2)
+    began = time.monotonic()
+    assert needs_token(silent) is False and time.monotonic() - began < 5
+
+
 def test_the_driver_of_a_run_gets_the_mode(
     head: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
@@ -63,8 +90,8 @@ def test_the_driver_of_a_run_gets_the_mode(
 
 
 def test_a_run_at_an_address_without_a_head_ends_with_3(
-    server: socket.socket, head: str, capsys: pytest.CaptureFixture[str]
+    server: socket.socket, silent: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     server.close()
-    assert cli.main(["run", "quickstart", "--address", head, "--quiet"]) == 3
+    assert cli.main(["run", "quickstart", "--address", silent, "--quiet"]) == 3
     assert "nothing answers there" in capsys.readouterr().err.splitlines()[-1]
