@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 import socket
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -12,10 +14,9 @@ from pathlib import Path
 
 import pytest
 
-from raymoe import cli
-from raymoe.errors import ClusterError
 from raymoe.gang import address
 from raymoe.gang.address import needs_token
+from tests.python_path import python_path
 from tests.unit.config.configs_on_disk import write
 
 
@@ -76,22 +77,39 @@ def test_a_port_that_says_nothing_is_asked_nothing(silent: str, monkeypatch: pyt
     assert needs_token(silent) is False and time.monotonic() - began < 5
 
 
-def test_the_driver_of_a_run_gets_the_mode(
-    head: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capfd: pytest.CaptureFixture[str]
-) -> None:
+DRIVER_THAT_FAILS = """
+import os, sys
+from raymoe import cli
+from raymoe.errors import ClusterError
+from raymoe.gang import address, driver
+
+def fail(*_):
+    raise ClusterError(os.environ.get("RAY_AUTH_MODE", ""))
+
+address.ASK, driver.Driver = "print('token')", fail
+code = cli.main(["run", *sys.argv[1:], "--quiet"])
+assert "RAY_AUTH_MODE" not in os.environ
+sys.exit(code)
+"""
+
+
+def in_process(*words: str) -> subprocess.CompletedProcess[str]:
+    """Run Python. A run kills all children of its process at the end, so it needs one of its own."""
+    environment = {**os.environ, "PYTHONPATH": python_path()}
+    return subprocess.run(
+        [sys.executable, *words], env=environment, capture_output=True, text=True, timeout=60, check=False
+    )
+
+
+def test_the_driver_of_a_run_gets_the_mode(head: str, tmp_path: Path) -> None:
     """A driver that stands for Ray's fails with the mode that it sees."""
-    monkeypatch.setattr(address, "ASK", "print('token')")
-    driver = "raymoe.gang.driver.Driver"
-    monkeypatch.setattr(driver, lambda *_: (_ for _ in ()).throw(ClusterError(os.environ.get("RAY_AUTH_MODE", ""))))
     config = write(tmp_path, "workload: exchange\nworld: {device: cpu}\n")
-    assert cli.main(["run", config, "--address", head, "--quiet"]) == 1
-    assert "the driver failed with ClusterError: token" in capfd.readouterr().err
-    assert "RAY_AUTH_MODE" not in os.environ
+    ended = in_process("-c", DRIVER_THAT_FAILS, config, "--address", head)
+    assert ended.returncode == 1, ended.stderr
+    assert "the driver failed with ClusterError: token" in ended.stderr
 
 
-def test_a_run_at_an_address_without_a_head_ends_with_3(
-    server: socket.socket, silent: str, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_run_at_an_address_without_a_head_ends_with_3(server: socket.socket, silent: str) -> None:
     server.close()
-    assert cli.main(["run", "quickstart", "--address", silent, "--quiet"]) == 3
-    assert "nothing answers there" in capsys.readouterr().err.splitlines()[-1]
+    ended = in_process("-m", "raymoe", "run", "quickstart", "--address", silent, "--quiet")
+    assert ended.returncode == 3 and "nothing answers there" in ended.stderr.splitlines()[-1]
