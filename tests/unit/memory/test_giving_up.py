@@ -247,9 +247,14 @@ def test_the_thread_of_a_bell_ends_with_its_world_and_costs_nothing_before() -> 
     alone, worlds = wired(1), wired(2)
     own = [thread for thread in bells() if thread not in before]
     assert len(own) == 2, "a world of one rank has no thread"
+    deadline = time.monotonic() + 10
+    while not all(_state(thread) == "S" for thread in own):  # each thread goes to sleep once it has begun
+        assert time.monotonic() < deadline, "the threads sleep in the kernel"
+        time.sleep(0.01)
     used = [_cpu_ticks(thread) for thread in own]
     time.sleep(0.5)
     assert [_cpu_ticks(thread) for thread in own] == used
+    assert [_state(thread) for thread in own] == ["S", "S"]
     close(alone)
     close(worlds)
     assert not [thread for thread in own if thread.is_alive()]
@@ -259,8 +264,14 @@ def test_the_thread_of_a_bell_ends_with_its_world_and_costs_nothing_before() -> 
     assert not [thread for thread in own if thread.is_alive()]
 
 
+def _fields(thread: threading.Thread) -> list[str]:
+    return Path(f"/proc/self/task/{thread.native_id}/stat").read_text().rpartition(")")[2].split()
+
+
+def _state(thread: threading.Thread) -> str:
+    return _fields(thread)[0]
+
+
 def _cpu_ticks(thread: threading.Thread) -> tuple[str, str]:
-    fields = Path(f"/proc/self/task/{thread.native_id}/stat").read_text().rpartition(")")[2].split()
-    assert fields[0] == "S", "the thread sleeps in the kernel"
     switches = Path(f"/proc/self/task/{thread.native_id}/status").read_text().partition("voluntary_ctxt_switches:")[2]
-    return fields[11], switches.split()[0]
+    return _fields(thread)[11], switches.split()[0]
