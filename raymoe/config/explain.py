@@ -28,7 +28,7 @@ MEANT = {
     "fp32": "float32",
     "random": "uniform",
 }
-"""What people mean by words that other programs use. Their spelling is near to another name, or to none."""
+"""Words of other programs, and the names here that they mean. Their spelling is near to another name, or to none."""
 
 
 def nearest(name: str, names: Iterable[str]) -> str | None:

@@ -16,7 +16,7 @@ from raymoe.moe.product_operators import Added, gate_experts, multiply_experts
 
 
 class LinearOptions(TypedDict, total=False):
-    """What `grouped_linear` takes by name."""
+    """The options of `grouped_linear`."""
 
     bias: Tensor | None
     row_weights: Tensor | None
@@ -24,7 +24,7 @@ class LinearOptions(TypedDict, total=False):
 
 
 class SwigluOptions(LinearOptions, total=False):
-    """What `grouped_swiglu` takes by name, besides `return_gate_up`."""
+    """The options of `grouped_swiglu`, besides `return_gate_up`."""
 
     limit: float | None
     interleaved: bool

@@ -32,7 +32,7 @@ PLAIN = ActivationForm()
 
 @dataclass(frozen=True)
 class Added:
-    """What a product adds to rows times weights, and what its caller knows about the rows."""
+    """The terms that a product adds to rows times weights, and the caller's knowledge about the rows."""
 
     bias: Tensor | None = None
     """[L, N], of each expert."""
