@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, Self
 
 import torch
 
-from raymoe.errors import CaptureError, ConfigError, PlacementError, RaymoeError
+from raymoe.errors import CaptureError, ConfigError, PeerTimeout, PlacementError, RaymoeError
 from raymoe.exchange.arguments import Arguments, capturing, refuse_overlap, refuse_tracing
 from raymoe.exchange.backend import HARMLESS_ERRORS, Backend, Dispatched, Ids, PendingCombine, SplitBackend, Tokens
 from raymoe.exchange.calls import Calls, one_at_a_time
@@ -274,6 +274,7 @@ class Exchange(OfOneProcess):
             weights = weights.new_zeros(1)
         y = torch.empty(got.tokens, self.spec.hidden, dtype=rows.dtype, device=self.world.device)
         entries = torch.empty(got.tokens, self.spec.topk, dtype=torch.float32, device=self.world.device)
+        self._poisoning.site = got.site
         with self._poisoning:
             backend.combine_gradients(rows, weights, got, y, entries)
         return y, entries
@@ -307,6 +308,7 @@ class Exchange(OfOneProcess):
         backend = self._gradient_backend("dispatch_known")
         x, out = self._arguments.dispatch_known(x, got, out, self._backend)
         refuse_overlap("x", x, out)
+        self._poisoning.site = got.site
         with self._poisoning:
             backend.dispatch_known(x, got, out)
 
@@ -353,6 +355,7 @@ class Exchange(OfOneProcess):
         into = self._next_own_rows() if out is None else self._arguments.dispatch_out(out)
         if into is not None:
             refuse_overlap("x", tokens.x, into)
+        self._poisoning.site = tokens.site
         with self._poisoning:
             got = call(tokens, into)
         got.site = tokens.site
@@ -378,6 +381,7 @@ class Exchange(OfOneProcess):
         else:
             y = self._arguments.combine_out(out, got.tokens)
             refuse_overlap("rows", rows, y)
+        self._poisoning.site = got.site
         with self._poisoning:
             call(rows, got, weighted, y)
         return PendingCombine(rows, got, weighted, y)
@@ -480,6 +484,8 @@ class _Poisoning:
 
     def __init__(self, exchange: Exchange) -> None:
         self._exchange = weakref.ref(exchange)
+        self.site = 0
+        """The number of the layer that called last; 0: none."""
 
     def __enter__(self) -> None:
         pass
@@ -491,6 +497,10 @@ class _Poisoning:
         if error is None or exchange is None or isinstance(error, HARMLESS_ERRORS):
             return
         cause, error = error, exchange.world.give_up(error)
+        if isinstance(error, PeerTimeout) and self.site:
+            error.advice = (
+                f"did all ranks call this layer, number {self.site}, and those before it, in the backward pass too?"
+            )
         if isinstance(error, RaymoeError):
             exchange._poison = copy.copy(error)  # drops the traceback, which refers to the exchange
         else:
