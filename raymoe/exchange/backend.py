@@ -29,7 +29,8 @@ class Dispatched:
     - Layout `rank`: row i is `x[index[i]]`, where `x` is all slots. Rows stay until this rank's next dispatch (or
       `dispatch_send`), and the index of a gap points to a row of zeros.
     - Layout `token`: row i is `x[i]`, one for each token that has experts here, in the order (source rank, token). Its
-      experts are `topk_idx[i]`, numbers on this rank, and -1 for those elsewhere; their weights are `weights[i]`.
+      experts are `topk_idx[i]`, numbers on this rank, and -1 for those elsewhere; their weights are `weights[i]`. It is
+      token `sources[i, 1]` of rank `sources[i, 0]`.
       `expert_offsets` is [0, the number of rows], and `expert_counts` says how often each expert is named.
 
     `expert_offsets` and `expert_counts` locate the rows of each local expert. Reading them on the device needs no wait:
@@ -63,6 +64,8 @@ class Dispatched:
     """The number of the place that called the dispatch, such as a layer; 0: none. All ranks must agree on it."""
     topk_idx: torch.Tensor | None = None
     """int32[C, K] with layout `token`. Rows after the last one that came have -1."""
+    sources: torch.Tensor | None = None
+    """int32[C, 2] with layout `token`: rank and token. Rows after the last one that came have -1."""
     counted: int | None = None
     """The rows up to the last offset, once the host knows them: see `count`."""
 

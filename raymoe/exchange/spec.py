@@ -229,7 +229,7 @@ class ExchangeSpec:
         """Return the specs of the exchanges that one of this spec is made of: itself, except with layout `token`.
 
         There the first brings each token's row to the ranks of its experts, as if a rank had one expert. The second
-        brings the ids and weights of the token, as a row of float32 (`token_rows.py`).
+        brings the ids and weights of the token and its source, as a row of float32 (`token_rows.py`).
 
         >>> rows, choices = ExchangeSpec(tokens=8, hidden=64, experts=4, topk=3, layout="token").parts(ranks=2)
         >>> rows.layout, rows.rows(ranks=2), choices.hidden, choices.dtype
@@ -238,7 +238,7 @@ class ExchangeSpec:
         if not self.by_token:
             return (self,)
         rows = replace(self, layout="expert", alignment=1, padding="any", depth=0, capacity=self.rows(ranks))
-        hidden = round_up(2 * self.topk, ROW_BYTES // ITEM_BYTES["float32"])
+        hidden = round_up(2 * self.topk + 2, ROW_BYTES // ITEM_BYTES["float32"])
         choices = ExchangeSpec(self.tokens, hidden, self.experts, self.topk, "float32", alignment=1, depth=0)
         return rows, replace(choices, capacity=self._worst(ranks))
 

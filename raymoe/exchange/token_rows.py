@@ -4,8 +4,8 @@ It is made of two exchanges with layout `expert` (`ExchangeSpec.parts`), so ever
 
 - The *rows'* exchange names one expert of each rank that has some, its first one. So a rank gets each token once, in
   the order (source rank, token), and its combine adds one row of each rank.
-- The *choices'* exchange brings a row of 2K float32 to the same places: a token's ids and weights. It is combined only
-  in backward passes, to return the gradients of the weights.
+- The *choices'* exchange brings a row of 2K + 2 float32 to the same places: a token's ids and weights, its rank and its
+  number, all exact below 2^24. It is combined only in backward passes, to return the gradients of the weights.
 
 A dispatch is then two operations, one after the other, and a combine is one.
 """
@@ -60,6 +60,9 @@ class TokenBackend:
         device = world.device
         self._earlier = torch.ones(spec.topk, spec.topk, dtype=torch.bool, device=device).tril(-1)
         self._places = torch.arange(self._capacity, dtype=torch.int32, device=device)
+        self._sources = torch.zeros(spec.tokens, self._width, dtype=torch.float32, device=device)
+        self._sources[:, 2 * spec.topk] = world.rank
+        self._sources[:, 2 * spec.topk + 1] = torch.arange(spec.tokens, device=device)
         self.capturable = self.rows.capturable and self._choices.capturable
         self.workspace = getattr(self.rows, "workspace", None)
 
@@ -89,7 +92,7 @@ class TokenBackend:
         again = ((owner[:, :, None] == owner[:, None, :]) & self._earlier).any(2)
         known = (ids >= 0) & (ids < self._spec.experts)
         homes = torch.where(known & ~again, owner * self._local, -1)
-        packed = torch.empty(len(ids), self._width, dtype=torch.float32, device=ids.device)
+        packed = self._sources[: len(ids)].clone()
         packed[:, : self._topk] = ids
         packed[:, self._topk : 2 * self._topk] = tokens.topk_weights
         count = None if tokens.num_tokens is None else tokens.num_tokens.clamp(0, len(ids))
@@ -101,7 +104,8 @@ class TokenBackend:
         K, offsets = self._topk, rows.expert_offsets
         brought = choices.x[: self._capacity]
         local = brought[:, :K] - self._first
-        here = (local >= 0) & (local < self._local) & (self._places < offsets[1])[:, None]
+        came = (self._places < offsets[1])[:, None]
+        here = (local >= 0) & (local < self._local) & came
         topk_idx = torch.where(here, local, -1.0).int()
         ends = torch.zeros(1 + self._local, dtype=torch.int32, device=topk_idx.device)
         ends.scatter_add_(0, (topk_idx.flatten() + 1).long(), here.flatten().int())
@@ -116,7 +120,10 @@ class TokenBackend:
             _owner=self,
             scales=rows.scales,
             topk_idx=topk_idx,
+            sources=torch.where(came, brought[:, 2 * K : 2 * K + 2], -1.0).int(),
         )
+        # The caller alone holds the rows now: a result that is kept for its combine does not need them.
+        rows.x, choices.x, rows.scales = rows.x.new_empty(0, 0), choices.x.new_empty(0, 0), None
         got.site = rows.site = choices.site = sent.site
         return got
 

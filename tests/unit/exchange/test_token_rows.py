@@ -38,6 +38,7 @@ class TokenResult:
     x: torch.Tensor
     topk_idx: torch.Tensor
     weights: torch.Tensor
+    sources: torch.Tensor
     offsets: list[int]
     counts: list[int]
     sums: torch.Tensor
@@ -58,13 +59,13 @@ def run_step(exchange: Exchange, case: Case, step: int) -> TokenResult:
     if case.wide_topk_idx:
         count = torch.tensor([count], dtype=torch.int32)
     got = exchange.dispatch(batch.x, batch.ids, batch.weights, count, out=out)
-    assert got.topk_idx is not None and got.index is None and (out is None or got.x is out)
+    assert got.topk_idx is not None and got.sources is not None and got.index is None and (out is None or got.x is out)
     there, sums = got.count(), sums_for(got.x, rank, step)
     assert (got.topk_idx[there:] == -1).all() and (got.weights[there:] == 0).all()
     rows = sums[: len(got.exact().x)].clone() if case.exact else sums
     y = exchange.combine(rows, got, weighted=False)
     exchange.check()
-    kept = got.x[:there].clone(), got.topk_idx[:there], got.weights[:there]
+    kept = got.x[:there].clone(), got.topk_idx[:there], got.weights[:there], got.sources[:there]
     return TokenResult(*kept, got.expert_offsets.tolist(), got.expert_counts.tolist(), sums[:there], y.clone())
 
 
@@ -80,6 +81,7 @@ def judge_step(case: Case, sent: list[Batch], results: list[TokenResult]) -> Non
     plans = [plan.token_plan(ids, [batch.weights for batch in sent], rank, local) for rank in range(case.ranks)]
     for theirs, result in zip(plans, results, strict=True):
         assert result.offsets == [0, len(theirs.rows)]
+        assert list(map(tuple, result.sources.tolist())) == theirs.rows
         for (source, token), row in zip(theirs.rows, result.x, strict=True):
             assert torch.equal(row, sent[source].x[token])
         assert torch.equal(result.topk_idx, theirs.topk_idx.int())
@@ -162,13 +164,14 @@ def test_kernels_over_nvlink_give_rows_by_token(kind: str, ranks: int) -> None:
                     got.x[: (there := int(got.expert_offsets[1]))],
                     got.topk_idx[:there],
                     got.weights[:there],
+                    got.sources[:there],
                     got.expert_offsets.tolist(),
                     got.expert_counts.tolist(),
                     rows[:there],
                     y,
                 )
                 for got, rows, y in zip(gots, sums, ys, strict=True)
-                if got.topk_idx is not None
+                if got.topk_idx is not None and got.sources is not None
             ]
             judge_step(case, sent, results)
         tokens.check()
