@@ -105,6 +105,8 @@ class Experts(nn.Module):
     saved_by_rank = False
     """Whether the program saves each rank's experts in a file of its own. Then `state_dict` gives them as plain tensors
     also where torch.distributed.checkpoint would take them for replicas."""
+    casts = False
+    """Whether the weights are wider than the rows, and are cast to their dtype in each forward pass."""
 
     def __init__(self, weights: ModelWeights, activation: Activation = SWIGLU) -> None:
         super().__init__()
@@ -146,6 +148,8 @@ class Experts(nn.Module):
         self, x: torch.Tensor, groups: Groups, weights: torch.Tensor | None, expected_rows: float
     ) -> torch.Tensor:
         gate_up_proj, down_proj = self._outputs_first(self.gate_up_proj), self._outputs_first(self.down_proj)
+        if self.casts:  # biases are added in float32 as they are
+            gate_up_proj, down_proj = gate_up_proj.to(x.dtype), down_proj.to(x.dtype)
         gate_up_bias, bias = local(self.gate_up_proj_bias), local(self.down_proj_bias)
         if _in_kernels(x):
             gated = Added(gate_up_bias, weights, expected_rows, gaps_are_zero=True)
@@ -163,7 +167,7 @@ class Experts(nn.Module):
 
         It has SwiGLU alone, no biases and no gradients.
         """
-        if torch.compiler.is_compiling() or torch.is_grad_enabled():
+        if torch.compiler.is_compiling() or torch.is_grad_enabled() or self.casts:
             return False
         if self.activation != SWIGLU or self.gate_up_proj_bias is not None or self.down_proj_bias is not None:
             return False
