@@ -22,6 +22,7 @@ from raymoe.moe.families import Parts, parts_of
 from raymoe.moe.layer_form import LayerForm as LayerForm
 from raymoe.moe.layer_form import draw_weights, dtype_of_weights, empty_parts
 from raymoe.moe.router import Routed
+from raymoe.moe.taken_over import watch_ddp
 from raymoe.rows.elementwise import add
 
 
@@ -77,6 +78,7 @@ class MoELayer(nn.Module):
         `torch.device("meta")` parameters have no memory yet: `to_empty` and `reset_parameters` give it and the values.
         """
         super().__init__()
+        watch_ddp()
         spec = replace(spec, padding="zero")  # for the gradients of weights
         exchanges = world.shared(SharedExchanges)
         self.world, self.exchange = world, exchanges.of(spec, backend, sms)
