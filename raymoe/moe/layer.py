@@ -21,6 +21,7 @@ from raymoe.moe.experts import SWIGLU, Activation, Experts, ModelWeights, shard
 from raymoe.moe.families import Parts, parts_of
 from raymoe.moe.router import Routed, Router
 from raymoe.moe.router_formulas import RouterForm
+from raymoe.moe.row_counts import RowCounts
 from raymoe.moe.weights import ExpertShape, ExpertWeights, expert_biases, expert_weights, generator, mlp_weights, normal
 from raymoe.rows.elementwise import add
 from raymoe.rows.norm import rms_norm
@@ -102,6 +103,8 @@ class MoELayer(nn.Module):
         if parts.shared is not None:
             self.add_module(parts.shared_name, parts.shared)
         self.norm, self.residual, self.gives_scores = parts.norm, parts.residual, parts.gives_scores
+        self.row_counts = RowCounts(self.exchange.spec.local_experts(world.size), world.device)
+        """The rows that its experts got, in training mode."""
         self.beside = True
         """Whether the shared expert runs beside the dispatch on GPUs, on a stream of its own."""
         on_gpu = parts.shared is not None and world.device.type == "cuda"
@@ -133,8 +136,11 @@ class MoELayer(nn.Module):
         spec = ExchangeSpec(tokens, hidden, form.experts, form.topk, dtype=dtype, capacity=capacity, depth=0)
         return cls(world, spec, parts, backend=backend, sms=sms).train(block.training)
 
-    def forward(self, x: torch.Tensor) -> Any:
-        """Map x[..., H] to y[..., H]. A layer made from a block of gpt-oss returns its router's weights too."""
+    def forward(self, x: torch.Tensor, *, return_routing: bool = False) -> Any:
+        """Map x[..., H] to y[..., H]. A layer made from a block of gpt-oss returns its router's weights too.
+
+        With `return_routing` the result is y and the `Routed` of all tokens, one after the other.
+        """
         hidden = self.exchange.spec.hidden
         if x.dim() == 0 or x.shape[-1] != hidden:
             raise ConfigError(f"x has shape {list(x.shape)}; this layer takes rows of {hidden}")
@@ -145,6 +151,8 @@ class MoELayer(nn.Module):
         routing: Routed = router(h)
         y = self.apply_experts(h, routing.topk_idx, routing.topk_weights, flat if self.residual else None)
         y = y.reshape(x.shape)
+        if return_routing:
+            return y, routing
         return (y, routing.topk_weights.to(x.dtype)) if self.gives_scores else y
 
     def apply_experts(
@@ -190,6 +198,8 @@ class MoELayer(nn.Module):
             got = dispatch(self.exchange, x.contiguous(), topk_idx, topk_weights, site=self.number)
             if after_dispatch is not None:
                 after_dispatch()
+            if self.training:
+                self.row_counts.add(got.expert_offsets, got.expert_counts)
             expected = self.rows_of_an_expert(len(x))
             rows = self.experts(got.x, got.expert_offsets, got.expert_counts, got.weights, expected_rows=expected)
             return combine(self.exchange, rows, got, weighted=False)
@@ -201,6 +211,8 @@ class MoELayer(nn.Module):
         dispatched = self.exchange.dispatch_unkept(tokens, out)
         if after_dispatch is not None:
             after_dispatch()
+        if self.training:
+            self.row_counts.add(dispatched.expert_offsets, dispatched.expert_counts)
         rows = self.experts(
             expert_major(dispatched),
             dispatched.expert_offsets,
@@ -258,12 +270,16 @@ def expert_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
     ...     list(expert_parameters(nn.Sequential(nn.Linear(4, 4), MoELayer(world, spec, LayerForm(ffn=2)))))
     ['1.experts.gate_up_proj', '1.experts.down_proj']
     """
-    layers = [(name, module) for name, module in model.named_modules() if isinstance(module, MoELayer)]
     return {
         full: parameter
-        for name, layer in layers
+        for name, layer in layers_of(model).items()
         for full, parameter in layer.experts.named_parameters(f"{name}.experts" if name else "experts")
     }
+
+
+def layers_of(model: nn.Module) -> dict[str, MoELayer]:
+    """Return the layers in a model, by name."""
+    return {name: module for name, module in model.named_modules() if isinstance(module, MoELayer)}
 
 
 def _new_parts(world: World, spec: ExchangeSpec, form: LayerForm, seed: int) -> Parts:
