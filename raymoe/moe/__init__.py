@@ -17,7 +17,12 @@ from raymoe.moe.layer import expert_parameters as expert_parameters
 from raymoe.moe.router import Router as Router
 from raymoe.moe.router import balance_loss as balance_loss
 from raymoe.moe.router import expert_load as expert_load
+from raymoe.moe.router import replay_route as replay_route
 from raymoe.moe.router_formulas import RouterForm as RouterForm
+from raymoe.moe.routes import count_routes as count_routes
+from raymoe.moe.routes import record_routes as record_routes
+from raymoe.moe.routes import replay_routes as replay_routes
+from raymoe.moe.routes import same_routes as same_routes
 from raymoe.moe.routing_trace import RoutingTrace as RoutingTrace
 from raymoe.rows.activation import swiglu as swiglu
 from raymoe.rows.elementwise import pointwise as pointwise

@@ -133,8 +133,11 @@ class MoELayer(nn.Module):
         spec = ExchangeSpec(tokens, hidden, form.experts, form.topk, dtype=dtype, capacity=capacity, depth=0)
         return cls(world, spec, parts, backend=backend, sms=sms).train(block.training)
 
-    def forward(self, x: torch.Tensor) -> Any:
-        """Map x[..., H] to y[..., H]. A layer made from a block of gpt-oss returns its router's weights too."""
+    def forward(self, x: torch.Tensor, *, recorded: torch.Tensor | None = None) -> Any:
+        """Map x[..., H] to y[..., H]. A layer made from a block of gpt-oss returns its router's weights too.
+
+        `recorded` has ids [..., K] of experts, which the router takes instead of its choice.
+        """
         hidden = self.exchange.spec.hidden
         if x.dim() == 0 or x.shape[-1] != hidden:
             raise ConfigError(f"x has shape {list(x.shape)}; this layer takes rows of {hidden}")
@@ -142,7 +145,7 @@ class MoELayer(nn.Module):
         h = flat if self.norm is None else self.norm(flat)
         router = self._modules[self._router_name]
         assert router is not None
-        routing: Routed = router(h)
+        routing: Routed = router(h) if recorded is None else router(h, recorded)
         y = self.apply_experts(h, routing.topk_idx, routing.topk_weights, flat if self.residual else None)
         y = y.reshape(x.shape)
         return (y, routing.topk_weights.to(x.dtype)) if self.gives_scores else y
