@@ -283,7 +283,7 @@ class _Plan:
                             yield _Change(after, ((rank, slot, expert),))
 
     def _fewer_copies(self, loads: list[float]) -> Iterator[_Change]:
-        """Give the copies of the busiest rank that it can drop, because the other ranks that hold them have less load."""
+        """Give the copies that the busiest rank can drop, because the other ranks that hold them have less load."""
         top = max(loads)
         busy = loads.index(top)
         for slot, expert in enumerate(self.table[busy]):
