@@ -162,10 +162,12 @@ class MoELayer(nn.Module):
         parts = Parts(modules[self._router_name], self.experts, modules.get(self._shared_name), norm=self.norm)
         draw_weights(parts, self.seed, self.world.rank * self.exchange.spec.local_experts(self.world.size))
 
-    def forward(self, x: torch.Tensor, *, return_routing: bool = False) -> Any:
+    def forward(self, x: torch.Tensor, *, recorded: torch.Tensor | None = None, return_routing: bool = False) -> Any:
         """Map x[..., H] to y[..., H]. A layer made from a block of gpt-oss returns its router's weights too.
 
         With `return_routing` the result is y and the `Routed` of all tokens, one after the other.
+
+        `recorded` has ids [..., K] of experts, which the router takes instead of its choice.
         """
         hidden = self.exchange.spec.hidden
         if x.dim() == 0 or x.shape[-1] != hidden:
@@ -175,7 +177,7 @@ class MoELayer(nn.Module):
         h = h if self.rows_dtype is None else h.to(self.rows_dtype)
         router = self._modules[self._router_name]
         assert router is not None
-        routing: Routed = router(h)
+        routing: Routed = router(h) if recorded is None else router(h, recorded)
         y = self.apply_experts(h, routing.topk_idx, routing.topk_weights, flat if self.residual else None).to(x.dtype)
         if x.dim() != 2:  # no view in the sense of autograd: FSDP2 warns of one, which a change in place would break
             y = torch.ops.aten._unsafe_view(y, x.shape)
