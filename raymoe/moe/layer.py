@@ -89,6 +89,8 @@ class MoELayer(nn.Module):
         `backend` and `sms` are those of the exchange. With fewer SMs it leaves some to a shared expert beside it.
         """
         super().__init__()
+        if spec.by_token:
+            raise ConfigError("layout is token; the experts of a layer take rows by expert: take expert or rank")
         spec = replace(spec, padding="zero")  # for the gradients of weights
         exchanges = world.shared(SharedExchanges)
         self.world, self.exchange = world, exchanges.of(spec, backend, sms)

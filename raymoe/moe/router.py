@@ -18,6 +18,7 @@ import raymoe.rows.row_launch as row_launch
 from raymoe.moe.logits import logits_of
 from raymoe.moe.router_formulas import RouterForm
 from raymoe.rows.direct import Computation, backward_directly, directly, needs_gradient
+from raymoe.rows.operator_definitions import define
 
 
 class Routed(NamedTuple):
@@ -61,13 +62,14 @@ def _fields(form: RouterForm) -> tuple[int, str, bool, float, int, int]:
     return form.topk, form.score, form.normalise, form.scale, form.groups, form.topk_groups
 
 
-# The operator of GPUs. `torch.library.custom_op` would load torch's compiler at the first call, which takes a second.
+# The operators of GPUs.
 
-torch.library.define(
-    "raymoe::route",
-    "(Tensor logits, Tensor? bias, int topk, str score, bool normalise, float scale, int groups, int topk_groups)"
-    " -> (Tensor topk_weights, Tensor topk_idx)",
-    tags=torch.Tag.pt2_compliant_tag,
+_FIELDS = "int topk, str score, bool normalise, float scale, int groups, int topk_groups"
+define(
+    {
+        "route": f"(Tensor logits, Tensor? bias, {_FIELDS}) -> (Tensor topk_weights, Tensor topk_idx)",
+        "router_sums": "(Tensor logits, Tensor topk_idx, bool sigmoid) -> (Tensor score_sums, Tensor load)",
+    }
 )
 _ops: Any = torch.ops.raymoe
 
@@ -156,13 +158,6 @@ def balance_loss(logits: torch.Tensor, topk_idx: torch.Tensor, form: RouterForm)
     else:
         sums, load = _ops.router_sums(logits, topk_idx, sigmoid)
     return form.experts * (load / max(1, len(topk_idx)) * sums / max(1, len(logits))).sum()
-
-
-torch.library.define(
-    "raymoe::router_sums",
-    "(Tensor logits, Tensor topk_idx, bool sigmoid) -> (Tensor score_sums, Tensor load)",
-    tags=torch.Tag.pt2_compliant_tag,
-)
 
 
 @torch.library.impl("raymoe::router_sums", ("cpu", "cuda"))

@@ -5,6 +5,7 @@ All lines are from `displayed`.
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Iterator, Mapping, Sequence
 
@@ -191,6 +192,9 @@ def _split_figures(groups: Sequence[Group], several: bool) -> Iterator[Figure]:
     whole = {label: by_op for label, by_op in by_label.items() if len(by_op) == len(EXCHANGES)}
     if not whole:
         return
+    if len({by_op["dispatch"]["backend"] for by_op in whole.values()}) > 1:
+        # Systems with as many SMs stand side by side. `auto` comes last.
+        whole = dict(sorted(whole.items(), key=lambda bar: sms_in_case(bar[1]["dispatch"]) or math.inf))
     rows = []
     times: dict[str, tuple[float, float, float]] = {}
     for label, by_op in list(whole.items())[:MOST_BARS]:

@@ -109,7 +109,10 @@ def exchange_device_bytes(job: Job, spec: ExchangeSpec, batches: int) -> int:
         return heap_bytes(spec, ranks) + PROCESS_BYTES + (batches + 3) * tokens + FLUSH_BYTES
     # Rows of the dtype: values and scales, if dispatch gives those, take less.
     rows, domains = 2 * spec.rows(ranks) * spec.row_bytes, job.world.domains
-    slots = workspace_layout(Bounds.of(spec), ranks).nbytes if domains == 1 else _rail_bytes(spec, ranks, domains)
+    parts = spec.parts(ranks)
+    slots = workspace_layout(Bounds.of(*parts), ranks).nbytes
+    if domains > 1:
+        slots = sum(_rail_bytes(part, ranks, domains) for part in parts)
     held = slots + rows + (batches + 3) * tokens + FLUSH_BYTES
     held += 2 * ranks * spec.tokens * spec.topk * ENTRY_BYTES
     if job.steps.verify:
@@ -348,7 +351,10 @@ def _case_bytes(job: Job, domains: int) -> int:
     spec = spec_of(job)
     batch = spec.tokens * spec.row_bytes
     rows = 3 * spec.rows(ranks) * spec.row_bytes  # from dispatch, from the experts, and returned
-    slots = slots_layout(spec, ranks).nbytes if domains == 1 else _bytes_between_domains(spec, ranks, domains)
+    slots = sum(
+        slots_layout(part, ranks).nbytes if domains == 1 else _bytes_between_domains(part, ranks, domains)
+        for part in spec.parts(ranks)
+    )
     held = slots + rows + (batches_of(batch) + 2) * batch
     if job.steps.verify:
         held += ORACLE_BYTES
