@@ -36,7 +36,7 @@ from raymoe.gang.messages import (
 )
 from raymoe.gang.private_ray import private_ray
 from raymoe.report.directory import RunDirectory, write_atomically
-from raymoe.report.environment import environment
+from raymoe.report.environment import busy, environment
 from raymoe.report.history import numbered
 from raymoe.report.opening import open_directory
 from raymoe.report.progress import ProgressBar
@@ -252,6 +252,8 @@ def _execute(job: Job, recorder: Recorder, request: Request) -> RunOutcome:
     directory, progress = recorder.directory, recorder.progress
     recorder.facts = environment()
     directory.write_environment(recorder.facts)
+    if notice := _busy_notice(recorder.facts, request):
+        progress.note(notice)
     token = needs_token(choose(request.address))
     with _own_ray(request) as ray:
         try:
@@ -266,6 +268,12 @@ def _execute(job: Job, recorder: Recorder, request: Request) -> RunOutcome:
         trace = recorder.trace.write(directory.path, directory.first_generation)
         progress.note(f"the trace is {trace}")
     return outcome
+
+
+def _busy_notice(facts: Mapping[str, object], request: Request) -> str | None:
+    """Return a notice if this machine has other work. Ranks on a cluster may run on another one."""
+    other_work = busy(facts) if choose(request.address) is None else None
+    return other_work and f"this machine has other work ({other_work}), so times will be longer than on an idle one"
 
 
 def _outcome(error: Interrupted | ClusterError) -> RunOutcome:

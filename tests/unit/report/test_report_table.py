@@ -258,7 +258,7 @@ def test_the_overview_shows_state_and_cases_of_each_run(tmp_path):
 def test_environment_lists_packages_cpu_and_memory(tmp_path):
     facts = environment()
     assert facts["packages"]["ray"] and facts["packages"]["torch"]
-    assert facts["cpu"]["usable"] >= 1
+    assert facts["cpu"]["usable"] >= 1 and facts["load_average"] >= 0
     assert facts["memory"]["total_bytes"] > 2**28
     assert commit(tmp_path) is None, "a folder without git has no commit"
 
