@@ -41,7 +41,7 @@ from raymoe.report.history import numbered
 from raymoe.report.opening import open_directory
 from raymoe.report.progress import ProgressBar
 from raymoe.report.ray_job import version_notice
-from raymoe.report.results import RESTART, RESUME, START, STOPPED, Generation, Line, Record, Summary, complete
+from raymoe.report.results import PAGE, RESTART, RESUME, START, STOPPED, Generation, Line, Record, Summary, complete
 from raymoe.report.storage import Mirror
 from raymoe.report.tables import render
 from raymoe.report.trace import ChromeTrace
@@ -229,6 +229,8 @@ def _run(job: Job, directory: RunDirectory, request: Request, mirror: Mirror | N
                 progress.note(str(error))
     if not request.quiet:
         outcome = _show_table(recorder, outcome)
+    if (page := directory.path / PAGE).is_file():
+        recorder.progress.note(f"the report is {page}")  # last, where a table of many lines leaves it in sight
     return outcome if mirror is None else _mirrored(mirror, recorder, outcome)
 
 
@@ -319,7 +321,7 @@ def _draw(directory: RunDirectory, progress: ProgressBar) -> None:
         from raymoe.report.plots import write_plots
 
         record = Record.read(directory.path)
-        progress.note(f"the report is {write_page(directory.path, [record])}")
+        write_page(directory.path, [record])
         measured_links = any(line["device"] != "cpu" or line["op"] == "copy" for line in record.lines)
         if measured_links and (drawn := write_plots(record.path, record.lines, record.config)):
             progress.note(f"plots go to {drawn[0].parent}")

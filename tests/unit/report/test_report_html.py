@@ -326,7 +326,8 @@ def outcome_of(monkeypatch, out: Path, exit_code: int) -> RunOutcome:
 def test_a_run_writes_its_page_at_its_end(monkeypatch, tmp_path, capsys, code, words):
     assert execute(monkeypatch, tmp_path / "run", code) == code
     assert words in (tmp_path / "run" / "report.html").read_text()
-    assert f"the report is {tmp_path / 'run' / 'report.html'}" in capsys.readouterr().err
+    last = capsys.readouterr().err.splitlines()[-1]
+    assert last == f"the report is {tmp_path / 'run' / 'report.html'}", "below the table"
 
 
 @pytest.mark.parametrize(("code", "ends"), [(0, 8), (4, 4)])
