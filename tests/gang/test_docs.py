@@ -38,6 +38,7 @@ ELSEWHERE = {
         "tests/unit/exchange/peer/test_kernels_emulated.py"
     ),
     "pip install .": "tests/unit/house/test_packaging.py",
+    "pip install raymoe": "tests/gang/test_wheel.py",
     "ray start --head": "tests/gang/conftest.py",
     "ray job submit --working-dir . -- raymoe run quickstart": "tests/gang/test_submit.py",
     "prometheus --config.file=/tmp/ray/session_latest/metrics/prometheus/prometheus.yml": "tests/gang/test_metrics.py",
