@@ -26,7 +26,6 @@ from tests.unit.docs.doc_commands import COMMENTED, PAGES, Command, commented_co
 README = REPO / "README.md"
 READ_FIRST = [README, *(page for page in PAGES if page != README)]
 ELSEWHERE = {
-    "make run": "tests/gang/test_docs.py",  # `make` set up this test run; the command is `raymoe run quickstart`
     "make test": "tests/gang/test_docs.py",  # it runs this test
     "make test-all": "tests/gang/test_docs.py",  # or this one, which runs the commands of pages
     "make check": "Makefile",  # a half of `make test`

@@ -1,4 +1,4 @@
-"""docs/architecture.md has every folder of raymoe/ and every file of its two largest, and counts its reading order."""
+"""docs/internals/architecture.md has every folder of raymoe/, every file of its two largest, and counts its order."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import pytest
 
 from tests.python_path import REPOSITORY
 
-PAGE = (REPOSITORY / "docs" / "architecture.md").read_text()
+PAGE = (REPOSITORY / "docs" / "internals" / "architecture.md").read_text()
 HOUSE, READING, TABLES = (
     PAGE[PAGE.index(start) : PAGE.index(end)]
     for start, end in (
@@ -40,7 +40,7 @@ def test_the_reading_order_has_as_many_lines_as_it_says() -> None:
     assert stated
     rows = [line for line in READING.splitlines() if line.startswith("|")]
     files = [found(name) for line in rows for name in re.findall(r"`([\w/]+\.\w+)`", line)]
-    files.append(REPOSITORY / "docs" / "architecture.md")
+    files.append(REPOSITORY / "docs" / "internals" / "architecture.md")
     assert len(files) > 15
     lines = sum(len(path.read_text().splitlines()) for path in files)
     assert lines == pytest.approx(int(stated[1].replace(",", "")), rel=0.05)

@@ -109,6 +109,7 @@ def test_every_tested_version_is_pinned_and_within_the_declared_range():
     for text in (
         *project["dependencies"],
         *project["optional-dependencies"]["dev"],
+        *project["optional-dependencies"]["docs"],
         *project["optional-dependencies"]["examples"],
         *project["optional-dependencies"]["storage"],
     ):
