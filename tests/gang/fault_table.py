@@ -124,8 +124,8 @@ SECTIONS = [
 FAULTS = {name: text for section in SECTIONS for name, text in section.faults.items()}
 
 Line = Mapping[str, Any]
-HEAD = ["fault", "exit", "seconds", "runs again", "all gone", "cases kept", "last line"]
-LONGEST = 70  # characters of a last line
+HEAD = ["fault", "exit", "seconds", "runs again", "all gone", "last line"]
+LONGEST = 60  # characters of a last line
 
 
 def lines_of(section: Section) -> dict[str, list[Line]]:
@@ -147,16 +147,15 @@ def table(section: Section) -> str:
 
 
 def _row(text: str, line: Line) -> list[str]:
-    cases = f"{line['cases_kept']}" if line["cases"] is None else f"{line['cases_kept']} of {line['cases']}"
     times = [_seconds(line.get(key)) for key in ("seconds", "recovered_seconds", "gone_seconds")]
-    return [text, str(line["exit"]), *times, cases, shortened(line["last_line"]).replace("|", "\\|") or "–"]
+    return [text, str(line["exit"]), *times, shortened(line["last_line"]).replace("|", "\\|") or "–"]
 
 
 def shortened(sentence: str) -> str:
     """Cut a sentence at a word.
 
     >>> shortened("the disk of a run is full: make room on it, or name another place for its results with --out")
-    'the disk of a run is full: make room on it, or name another place …'
+    'the disk of a run is full: make room on it, or name …'
     """
     if len(sentence) <= LONGEST:
         return sentence
