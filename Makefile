@@ -65,8 +65,9 @@ durations: $(STAMP) ## time every test file of `make test` and `make test-all` (
 	$(BIN)/python -m tests.unit.house.durations benchmarks/test_durations.new >benchmarks/test_durations_cpu.txt
 	rm benchmarks/test_durations.new
 
-figures: $(STAMP) ## draw the measured figures of docs/figures/ again, out of benchmarks/
+figures: $(STAMP) ## draw the measured figures and pages of docs/figures/ again, out of benchmarks/ (needs Chromium)
 	$(BIN)/python -m tests.unit.docs.measured_figures
+	$(BIN)/python -m tests.unit.docs.report_pictures
 
 tables: $(STAMP) ## write the measured tables of the pages again, out of benchmarks/
 	$(BIN)/python -m tests.unit.docs.write_tables
