@@ -29,7 +29,7 @@ MOST_FACTOR = 2**16
 """A capacity as a factor."""
 
 DTYPES = ("bfloat16", "float16", "float32")
-LAYOUTS = ("expert", "rank")
+LAYOUTS = ("expert", "rank", "token")
 PADDINGS = ("any", "zero")
 OUTPUTS = ("dequantised", "raw")
 TRANSPORTS = ("auto", "copy_engine")
@@ -87,6 +87,9 @@ class ExchangeSpec:
     - `float8_e4m3` as the wire of dispatch adds a float32 scale for each 128 elements. A finite element arrives finite,
       an infinity as the largest magnitude of its 128, NaN as NaN. Neither changes other elements.
     - `output` says what the caller gets of fp8 rows: rows of `dtype`, or values and scales.
+    - `layout` is the order of the rows that a rank receives: by expert, or as they arrive (`Dispatched`). `token` gives
+      one row for each token and rank, and takes one sum for it. It has no gaps, so `alignment` and `padding` mean
+      nothing there. A factor as `capacity` counts T·min(K, R) rows.
     - `depth` is the number of row blocks that the exchange owns; its dispatches use them in turn. With 0, the caller
       gives memory to each dispatch.
     - `transport` says what moves the rows of a dispatch: the backend's own kernel (`auto`), or with `staged` the copy
@@ -215,6 +218,9 @@ class ExchangeSpec:
             raise ConfigError(
                 f"{self.local_experts(ranks)} experts a rank in groups of {self.expert_group}; all groups are whole"
             )
+        if self.by_token:
+            for part in self.parts(ranks):
+                part.check(ranks)
         # The limit also holds where the capacity is a number: offsets are computed before they are compared with it.
         if (worst := self._worst(ranks)) > MOST_ROWS:
             raise ConfigError(
@@ -229,9 +235,11 @@ class ExchangeSpec:
         """Return C, the rows of `x`.
 
         In the worst case all experts of all tokens are here, since a token may name one expert several times. Each
-        expert, or group of experts, then has a gap of `alignment` - 1 rows.
+        expert, or group of experts, then has a gap of `alignment` - 1 rows. Layout `token` has a row for each token.
         """
         worst = self._worst(ranks)
+        if isinstance(self.capacity, float) and self.by_token:
+            return min(worst, ceil(self.capacity * self.tokens * min(self.topk, ranks)))
         if isinstance(self.capacity, float):
             return min(
                 worst, rows_of_factor(self.capacity, self.tokens * self.topk, self.groups(ranks), self.alignment)
@@ -245,6 +253,27 @@ class ExchangeSpec:
         32
         """
         return replace(self, capacity=self.rows(ranks)) if isinstance(self.capacity, float) else self
+
+    @property
+    def by_token(self) -> bool:
+        return self.layout == "token"
+
+    def parts(self, ranks: int) -> tuple[ExchangeSpec, ...]:
+        """Return the specs of the exchanges that one of this spec is made of: itself, except with layout `token`.
+
+        There the first brings each token's row to the ranks of its experts, as if a rank had one expert. The second
+        brings the ids and weights of the token and its source, as a row of float32 (`token_rows.py`).
+
+        >>> rows, choices = ExchangeSpec(tokens=8, hidden=64, experts=4, topk=3, layout="token").parts(ranks=2)
+        >>> rows.layout, rows.rows(ranks=2), choices.hidden, choices.dtype
+        ('expert', 16, 8, 'float32')
+        """
+        if not self.by_token:
+            return (self,)
+        rows = replace(self, layout="expert", alignment=1, padding="any", depth=0, capacity=self.rows(ranks))
+        hidden = round_up(2 * self.topk + 2, ROW_BYTES // ITEM_BYTES["float32"])
+        choices = ExchangeSpec(self.tokens, hidden, self.experts, self.topk, "float32", alignment=1, depth=0)
+        return rows, replace(choices, capacity=self._worst(ranks))
 
     def inside(self, domains: int) -> ExchangeSpec:
         """Return the spec of the exchange inside a domain of GPU ranks: the tokens of a whole rail.
@@ -268,6 +297,8 @@ class ExchangeSpec:
         return self.local_experts(ranks) // self.expert_group
 
     def _worst(self, ranks: int) -> int:
+        if self.by_token:
+            return ranks * self.tokens
         return worst_rows(ranks * self.tokens * self.topk, self.groups(ranks), self.alignment)
 
 

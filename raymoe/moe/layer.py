@@ -22,6 +22,7 @@ from raymoe.moe.families import Parts, parts_of
 from raymoe.moe.layer_form import LayerForm as LayerForm
 from raymoe.moe.layer_form import draw_weights, dtype_of_weights, empty_parts
 from raymoe.moe.router import Routed
+from raymoe.moe.row_counts import RowCounts
 from raymoe.moe.taken_over import watch_ddp
 from raymoe.rows.elementwise import add
 
@@ -78,6 +79,8 @@ class MoELayer(nn.Module):
         `torch.device("meta")` parameters have no memory yet: `to_empty` and `reset_parameters` give it and the values.
         """
         super().__init__()
+        if spec.by_token:
+            raise ConfigError("layout is token; the experts of a layer take rows by expert: take expert or rank")
         watch_ddp()
         spec = replace(spec, padding="zero")  # for the gradients of weights
         exchanges = world.shared(SharedExchanges)
@@ -100,6 +103,8 @@ class MoELayer(nn.Module):
         if parts.shared is not None:
             self.add_module(parts.shared_name, parts.shared)
         self.norm, self.residual, self.gives_scores = parts.norm, parts.residual, parts.gives_scores
+        self.row_counts = RowCounts(self.exchange.spec.local_experts(world.size), world.device)
+        """The rows that its experts got, in training mode."""
         self.beside = True
         """Whether the shared expert runs beside the dispatch on GPUs, on a stream of its own."""
         on_gpu = parts.shared is not None and world.device.type == "cuda"
@@ -157,8 +162,13 @@ class MoELayer(nn.Module):
         parts = Parts(modules[self._router_name], self.experts, modules.get(self._shared_name), norm=self.norm)
         draw_weights(parts, self.seed, self.world.rank * self.exchange.spec.local_experts(self.world.size))
 
-    def forward(self, x: torch.Tensor) -> Any:
-        """Map x[..., H] to y[..., H]. A layer made from a block of gpt-oss returns its router's weights too."""
+    def forward(self, x: torch.Tensor, *, recorded: torch.Tensor | None = None, return_routing: bool = False) -> Any:
+        """Map x[..., H] to y[..., H]. A layer made from a block of gpt-oss returns its router's weights too.
+
+        With `return_routing` the result is y and the `Routed` of all tokens, one after the other.
+
+        `recorded` has ids [..., K] of experts, which the router takes instead of its choice.
+        """
         hidden = self.exchange.spec.hidden
         if x.dim() == 0 or x.shape[-1] != hidden:
             raise ConfigError(f"x has shape {list(x.shape)}; this layer takes rows of {hidden}")
@@ -167,10 +177,12 @@ class MoELayer(nn.Module):
         h = h if self.rows_dtype is None else h.to(self.rows_dtype)
         router = self._modules[self._router_name]
         assert router is not None
-        routing: Routed = router(h)
+        routing: Routed = router(h) if recorded is None else router(h, recorded)
         y = self.apply_experts(h, routing.topk_idx, routing.topk_weights, flat if self.residual else None).to(x.dtype)
         if x.dim() != 2:  # no view in the sense of autograd: FSDP2 warns of one, which a change in place would break
             y = torch.ops.aten._unsafe_view(y, x.shape)
+        if return_routing:
+            return y, routing
         return (y, routing.topk_weights.to(x.dtype)) if self.gives_scores else y
 
     def apply_experts(
@@ -223,6 +235,8 @@ class MoELayer(nn.Module):
             got = dispatch(self.exchange, x.contiguous(), topk_idx, topk_weights, site=self.number)
             if after_dispatch is not None:
                 after_dispatch()
+            if self.training:
+                self.row_counts.add(got.expert_offsets, got.expert_counts)
             expected = self.rows_of_an_expert(len(x))
             rows = self.experts(got.x, got.expert_offsets, got.expert_counts, got.weights, expected_rows=expected)
             return combine(self.exchange, rows, got, weighted=False)
@@ -234,6 +248,8 @@ class MoELayer(nn.Module):
         dispatched = self.exchange.dispatch_unkept(tokens, out)
         if after_dispatch is not None:
             after_dispatch()
+        if self.training:
+            self.row_counts.add(dispatched.expert_offsets, dispatched.expert_counts)
         rows = self.experts(
             expert_major(dispatched),
             dispatched.expert_offsets,
@@ -269,9 +285,13 @@ def expert_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
     ...     list(expert_parameters(nn.Sequential(nn.Linear(4, 4), MoELayer(world, spec, LayerForm(ffn=2)))))
     ['1.experts.gate_up_proj', '1.experts.down_proj']
     """
-    layers = [(name, module) for name, module in model.named_modules() if isinstance(module, MoELayer)]
     return {
         full: parameter
-        for name, layer in layers
+        for name, layer in layers_of(model).items()
         for full, parameter in layer.experts.named_parameters(f"{name}.experts" if name else "experts")
     }
+
+
+def layers_of(model: nn.Module) -> dict[str, MoELayer]:
+    """Return the layers in a model, by name."""
+    return {name: module for name, module in model.named_modules() if isinstance(module, MoELayer)}

@@ -21,7 +21,7 @@ from raymoe.exchange.spec import ExchangeSpec
 from raymoe.fp8 import FP8, quantise
 from raymoe.memory.world import World
 from raymoe.workload.compare.nvshmem import join_default_group
-from raymoe.workload.exchange.gpu_exchange import dequantised
+from raymoe.workload.exchange.received import dequantised
 from raymoe.workload.inputs import Batch, Inputs
 from raymoe.workload.measure import Line
 from raymoe.workload.oracle import AffineExperts, wrong_result
