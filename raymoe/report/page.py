@@ -31,6 +31,7 @@ from raymoe.report.compare import (
     letters,
 )
 from raymoe.report.directory import write_atomically
+from raymoe.report.environment import busy
 from raymoe.report.exchange_figures import of_link
 from raymoe.report.figure import Figure, figure_body, picture_html, style_sheet
 from raymoe.report.history import environments
@@ -155,6 +156,8 @@ def _facts(shown: Shown, wrong: int) -> Iterator[tuple[str, object]]:
         yield "ran on", ranks_on(lines)
     if began := _began(record.run):
         yield "began", began
+    if other_work := busy(read_document(record.path / ENVIRONMENT) or {}):
+        yield "machine was busy", other_work
     if record.generations:
         yield "gang ready after", ", ".join(_seconds(generation.ready_s) for generation in record.generations[:8])
         beginnings = [generation.began for generation in record.generations]
