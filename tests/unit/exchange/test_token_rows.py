@@ -22,6 +22,7 @@ from tests.emulator.ranks import KINDS
 from tests.unit.exchange import plan
 from tests.unit.exchange.emulated_tokens import EmulatedTokens
 from tests.unit.exchange.exchange_cases import BOUND, ROUTINGS, Batch, Case, batches, open_exchange
+from tests.unit.exchange.exchange_judge import advice
 from tests.unit.exchange.test_exchange import BACKENDS, ON_TENSORS
 from tests.unit.memory.test_world_of import groups
 from tests.unit.ranks import RankPool
@@ -238,7 +239,7 @@ def refused(world: World, spec: ExchangeSpec, backend: str, bad: str) -> list[st
             "tokens",
             "num_tokens is 7 on rank 1; x has 5 rows, so 0 to 5 can be sent: make the exchange with more tokens",
         ),
-        ("rows", "10 rows, gaps included, came to rank 1; its capacity is 8: raise exchange.capacity"),
+        ("rows", "10 rows, gaps included, came to rank 1; its capacity is 8: " + advice(10)),
     ],
 )
 def test_refused_data_are_named_as_the_caller_gave_them(pool: RankPool, backend: str, bad: str, says: str) -> None:
