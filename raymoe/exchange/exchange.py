@@ -227,14 +227,17 @@ class Exchange(OfOneProcess):
         return self._dispatch(self._backend.dispatch, self._checked(tokens), out)
 
     def _checked(self, tokens: Tokens) -> Tokens:
-        arguments = tokens.x, tokens.topk_idx, tokens.topk_weights, tokens.num_tokens, tokens.zero_gaps, tokens.site
+        x = tokens.x if tokens.scales is None else (tokens.x, tokens.scales)
+        arguments = x, tokens.topk_idx, tokens.topk_weights, tokens.num_tokens, tokens.zero_gaps, tokens.site
         return self._arguments.dispatch(*arguments)
 
     @one_at_a_time
-    def combine_unkept(self, rows: torch.Tensor, got: Dispatched, weighted: bool) -> torch.Tensor:
-        """Combine into new memory."""
+    def combine_unkept(
+        self, rows: torch.Tensor, got: Dispatched, weighted: bool, out: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        """Combine into `out`, or into new memory."""
         self._ready("combine")
-        return self._combine(self._backend.combine, rows, got, weighted, None).y
+        return self._combine(self._backend.combine, rows, got, weighted, out).y
 
     @property
     def numbers(self) -> list[int]:
@@ -334,6 +337,15 @@ class Exchange(OfOneProcess):
         self._ready("check")
         with self._poisoning:
             self._backend.check()
+
+    def failure(self) -> RaymoeError | None:
+        """Return the failed wait of this rank, if its host can see one now. Nothing waits; any thread may call this.
+
+        It is for programs whose steps are graph replays, which raise nothing. NCCL's waits show in `check` alone.
+        """
+        if self._poison is None and self._workspace is not None and not self._closed:
+            return self._workspace.error.error()
+        return self._poison
 
     @one_at_a_time
     def close(self, together: bool = True) -> None:

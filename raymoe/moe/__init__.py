@@ -17,10 +17,17 @@ from raymoe.moe.grouped import grouped_swiglu as grouped_swiglu
 from raymoe.moe.layer import LayerForm as LayerForm
 from raymoe.moe.layer import MoELayer as MoELayer
 from raymoe.moe.layer import expert_parameters as expert_parameters
+from raymoe.moe.placement import Placement as Placement
+from raymoe.moe.placement import plan_placement as plan_placement
 from raymoe.moe.router import Router as Router
 from raymoe.moe.router import balance_loss as balance_loss
 from raymoe.moe.router import expert_load as expert_load
+from raymoe.moe.router import replay_route as replay_route
 from raymoe.moe.router_formulas import RouterForm as RouterForm
+from raymoe.moe.routes import count_routes as count_routes
+from raymoe.moe.routes import record_routes as record_routes
+from raymoe.moe.routes import replay_routes as replay_routes
+from raymoe.moe.routes import same_routes as same_routes
 from raymoe.moe.routing_trace import RoutingTrace as RoutingTrace
 from raymoe.moe.training import average_expert_gradients as average_expert_gradients
 from raymoe.moe.training import clip_grad_norm as clip_grad_norm

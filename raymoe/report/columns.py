@@ -98,7 +98,6 @@ MEASURES: dict[str, tuple[str, Callable[[object], str]]] = {
     "host_us_p50": ("host us", _fixed(1)),
     "bytes_wire": ("on wire", byte_size),
     "gbps_wire": ("GB/s", _rate),
-    "gbps_link": ("link GB/s", _rate),
     "bytes_net": ("on network", byte_size),
     "bytes_memory": ("moved", byte_size),
     "gbps_memory": ("memory GB/s", _fixed(1)),
@@ -146,7 +145,8 @@ def columns_of(lines: Sequence[Line]) -> list[Column]:
         if _is_captioned(lines, key):
             continue
         if any(value is not None for value in values):
-            cells = ["-" if value is None else formatted(value) for value in values]
+            write = _fixed(0) if key in _TIMES and _is_long(values) else formatted
+            cells = ["-" if value is None else write(value) for value in values]
             columns.append(Column(header, cells, right=True))
     if any(int(str(line["runs"] or 1)) > 1 for line in lines):  # else each sample is one run, or nobody knows
         columns.append(Column("runs a sample", [show("runs", line["runs"]) for line in lines], right=True))
@@ -157,7 +157,11 @@ def columns_of(lines: Sequence[Line]) -> list[Column]:
     for header, shares_of in known.items():
         shares = shares_of(lines)
         if any(shares):
-            columns.append(Column(header, [f"{share:.0%}" if share else "-" for share in shares], right=True))
+            cells = [f"{share:.0%}" if share else "-" for share in shares]
+            if header == "of link" and any(line["gbps_link"] for line in lines):
+                header = "of link GB/s"
+                cells = [_of_its_link(cell, line) for cell, line in zip(cells, lines, strict=True)]
+            columns.append(Column(header, cells, right=True))
     if any(ratios := speedups(lines)):
         columns.append(Column("vs slowest", [f"{ratio:.2f}x" if ratio else "-" for ratio in ratios], right=True))
     if any(line["losses"] for line in lines):
@@ -208,6 +212,24 @@ def caption_of(lines: Sequence[Line]) -> str:
     if len(rows) == 1:
         shared.append(f"busiest rank {rows.pop()} rows")
     return f"{lines[0]['workload']}: {', '.join(shared)}"
+
+
+_TIMES = ("us_p50", "us_p99")
+_LONG_US = 1000.0
+"""Times of which none is shorter are written without decimals."""
+
+
+def _is_long(values: Sequence[object]) -> bool:
+    return min(float(str(value)) for value in values if value is not None) >= _LONG_US
+
+
+def _of_its_link(share: str, line: Line) -> str:
+    """Add the limit of the same run to a share of it.
+
+    >>> _of_its_link("75%", {"gbps_link": 254.0}), _of_its_link("75%", {"gbps_link": None})
+    ('75% of 254.00', '75%')
+    """
+    return f"{share} of {_rate(line['gbps_link'])}" if line["gbps_link"] else share
 
 
 def _is_captioned(lines: Sequence[Line], key: str) -> bool:

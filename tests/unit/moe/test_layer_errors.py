@@ -2,15 +2,24 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import replace
+from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.fsdp import fully_shard
+from torch.nn.parallel import DistributedDataParallel
 
-from raymoe.errors import DataRefused, PeerTimeout
+from raymoe.errors import ConfigError, DataRefused, PeerTimeout
 from raymoe.exchange.spec import ExchangeSpec
 from raymoe.memory.world import World
 from raymoe.moe import LayerForm, MoELayer
+from raymoe.moe.experts import local
 from tests.unit.exchange.exchange_judge import advice
 from tests.unit.ranks import RankPool
 from tests.unit.worlds import each, wired
@@ -65,3 +74,73 @@ def test_a_refusal_names_the_capacity_that_a_layer_then_takes(pool: RankPool) ->
     """All tokens choose the same two experts, which are on one rank."""
     for message, right in pool.run(2, grown):
         assert message.endswith(f"its capacity is 16: {advice(64)}") and right
+
+
+# Experts that data parallelism takes over.
+
+
+def in_ddp(model: nn.Module, names: list[str]) -> nn.Module:
+    DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(model, names)
+    return DistributedDataParallel(model)
+
+
+TAKES_OVER: dict[str, Callable[[nn.Module], Any]] = {
+    "DDP": DistributedDataParallel,
+    "DDP of some": lambda model: in_ddp(model, ["1.experts.down_proj"]),
+    "fully_shard": fully_shard,
+    "fully_shard of the layer": lambda model: fully_shard(model[1]),
+    "fully_shard of the experts": lambda model: fully_shard(model[1].experts),
+    "fully_shard of some": lambda model: fully_shard(model, ignored_params={model[1].experts.down_proj}),
+}
+
+
+def refusals(world: World, store: str, sharded: bool) -> list[tuple[str, bool]]:
+    """Give all parameters to data parallelism; return its errors, and whether the experts are what they were."""
+    dist.init_process_group("gloo", init_method=f"file://{store}", rank=world.rank, world_size=world.size)
+    try:
+        found = []
+        with World.of() if sharded else nullcontext(world) as own:
+            for take_over in TAKES_OVER.values():
+                model = nn.Sequential(nn.Linear(32, 32), MoELayer(own, SPEC, FORM, seed=3))
+                with pytest.raises(ConfigError) as caught:
+                    take_over(model)
+                wanted = MoELayer(own, SPEC, FORM, seed=3).experts.parameters()
+                pairs = zip(model[1].experts.parameters(), wanted, strict=True)
+                found.append((str(caught.value), all(torch.equal(local(a), local(b)) for a, b in pairs)))
+        return found
+    finally:
+        dist.destroy_process_group()
+
+
+@pytest.mark.parametrize("sharded", [True, False], ids=["DTensors", "plain tensors"])
+def test_experts_that_data_parallelism_takes_over_are_refused(pool: RankPool, tmp_path: Path, sharded: bool) -> None:
+    for found in pool.run(2, refusals, str(tmp_path / "store"), sharded):
+        for way, (message, unchanged) in zip(TAKES_OVER, found, strict=True):
+            ignoring = "_set_params_and_buffers_to_ignore_for_model(model, list(" if way.startswith("DDP") else "set("
+            assert f"{ignoring}raymoe.moe.expert_parameters(model)" in message, way
+            assert ("down_proj" in message.partition(" of a layer" if "shard" in way else ", and")[0]) == (
+                "some" not in way
+            )
+            assert unchanged, way
+
+
+def replicated(world: World, store: str) -> bool:
+    """Let DDP and FSDP2 have the layers of worlds that have all experts on each rank: they are replicas."""
+    dist.init_process_group("gloo", init_method=f"file://{store}", rank=world.rank, world_size=world.size)
+    try:
+        alone = World.open(rank=0, size=1)
+        alone.wire([alone.descriptor()])
+        with alone:
+            layers = [MoELayer(alone, SPEC, FORM, seed=3) for _ in range(3)]
+            models: list[Any] = [DistributedDataParallel(layers[0]), fully_shard(layers[1]), layers[2]]
+            for model in models:
+                model(torch.full((4, 32), float(1 + world.rank))).square().sum().backward()
+            by_ddp, by_fsdp, own = (layer.experts.down_proj.grad for layer in layers)
+            dist.all_reduce(own)
+            return all(torch.allclose(each, own / 2) for each in (by_ddp, by_fsdp.full_tensor()))
+    finally:
+        dist.destroy_process_group()
+
+
+def test_experts_that_are_replicas_may_be_taken_over(pool: RankPool, tmp_path: Path) -> None:
+    assert pool.run(2, replicated, str(tmp_path / "store")) == [True, True]
