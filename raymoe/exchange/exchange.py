@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, Self
 
 import torch
 
-from raymoe.errors import CaptureError, ConfigError, PlacementError, RaymoeError
+from raymoe.errors import CaptureError, ConfigError, PeerTimeout, PlacementError, RaymoeError
 from raymoe.exchange.arguments import Arguments, capturing, refuse_overlap, refuse_tracing
 from raymoe.exchange.backend import HARMLESS_ERRORS, Backend, Dispatched, Ids, PendingCombine, SplitBackend, Tokens
 from raymoe.exchange.calls import Calls, one_at_a_time
@@ -227,14 +227,17 @@ class Exchange(OfOneProcess):
         return self._dispatch(self._backend.dispatch, self._checked(tokens), out)
 
     def _checked(self, tokens: Tokens) -> Tokens:
-        arguments = tokens.x, tokens.topk_idx, tokens.topk_weights, tokens.num_tokens, tokens.zero_gaps, tokens.site
+        x = tokens.x if tokens.scales is None else (tokens.x, tokens.scales)
+        arguments = x, tokens.topk_idx, tokens.topk_weights, tokens.num_tokens, tokens.zero_gaps, tokens.site
         return self._arguments.dispatch(*arguments)
 
     @one_at_a_time
-    def combine_unkept(self, rows: torch.Tensor, got: Dispatched, weighted: bool) -> torch.Tensor:
-        """Combine into new memory."""
+    def combine_unkept(
+        self, rows: torch.Tensor, got: Dispatched, weighted: bool, out: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        """Combine into `out`, or into new memory."""
         self._ready("combine")
-        return self._combine(self._backend.combine, rows, got, weighted, None).y
+        return self._combine(self._backend.combine, rows, got, weighted, out).y
 
     @property
     def numbers(self) -> list[int]:
@@ -276,6 +279,7 @@ class Exchange(OfOneProcess):
             weights = weights.new_zeros(1, *weights.shape[1:])
         y = torch.empty(got.tokens, self.spec.hidden, dtype=rows.dtype, device=self.world.device)
         entries = torch.empty(got.tokens, self.spec.topk, dtype=torch.float32, device=self.world.device)
+        self._poisoning.site = got.site
         with self._poisoning:
             backend.combine_gradients(rows, weights, got, y, entries)
         return y, entries
@@ -310,6 +314,7 @@ class Exchange(OfOneProcess):
         backend = self._gradient_backend("dispatch_known")
         x, out = self._arguments.dispatch_known(x, got, out, self._backend)
         refuse_overlap("x", x, out)
+        self._poisoning.site = got.site
         with self._poisoning:
             backend.dispatch_known(x, got, out)
 
@@ -332,6 +337,15 @@ class Exchange(OfOneProcess):
         self._ready("check")
         with self._poisoning:
             self._backend.check()
+
+    def failure(self) -> RaymoeError | None:
+        """Return the failed wait of this rank, if its host can see one now. Nothing waits; any thread may call this.
+
+        It is for programs whose steps are graph replays, which raise nothing. NCCL's waits show in `check` alone.
+        """
+        if self._poison is None and self._workspace is not None and not self._closed:
+            return self._workspace.error.error()
+        return self._poison
 
     @one_at_a_time
     def close(self, together: bool = True) -> None:
@@ -356,6 +370,7 @@ class Exchange(OfOneProcess):
         into = self._next_own_rows() if out is None else self._arguments.dispatch_out(out)
         if into is not None:
             refuse_overlap("x", tokens.x, into)
+        self._poisoning.site = tokens.site
         with self._poisoning:
             got = call(tokens, into)
         got.site = tokens.site
@@ -381,6 +396,7 @@ class Exchange(OfOneProcess):
         else:
             y = self._arguments.combine_out(out, got.tokens)
             refuse_overlap("rows", rows, y)
+        self._poisoning.site = got.site
         with self._poisoning:
             call(rows, got, weighted, y)
         return PendingCombine(rows, got, weighted, y)
@@ -485,6 +501,8 @@ class _Poisoning:
 
     def __init__(self, exchange: Exchange) -> None:
         self._exchange = weakref.ref(exchange)
+        self.site = 0
+        """The number of the layer that called last; 0: none."""
 
     def __enter__(self) -> None:
         pass
@@ -496,6 +514,10 @@ class _Poisoning:
         if error is None or exchange is None or isinstance(error, HARMLESS_ERRORS):
             return
         cause, error = error, exchange.world.give_up(error)
+        if isinstance(error, PeerTimeout) and self.site:
+            error.advice = (
+                f"did all ranks call this layer, number {self.site}, and those before it, in the backward pass too?"
+            )
         if isinstance(error, RaymoeError):
             exchange._poison = copy.copy(error)  # drops the traceback, which refers to the exchange
         else:

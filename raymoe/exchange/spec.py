@@ -5,10 +5,14 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from math import ceil
+from typing import TYPE_CHECKING
 
 from raymoe.errors import ConfigError
 from raymoe.fp8 import FP8, FP8_BLOCK
 from raymoe.memory.layout import ITEM_BYTES, WORD_STRIDE, Layout, Region, round_up
+
+if TYPE_CHECKING:
+    import torch
 
 # Limits of a spec, the same in a job and in the library.
 
@@ -41,6 +45,34 @@ _MOST = {
     "alignment": MOST_ALIGNMENT,
     "expert_group": MOST_EXPERTS,
 }
+
+
+class DtypeName:
+    """A field that takes a dtype, as a name or as torch's object, and holds its name.
+
+    >>> class Torch32:  # prints as torch.float32 does
+    ...     def __repr__(self):
+    ...         return "torch.float32"
+    >>> ExchangeSpec(tokens=4, hidden=8, experts=2, topk=1, dtype=Torch32()).dtype
+    'float32'
+    """
+
+    def __init__(self, default: str) -> None:
+        self._default = default
+
+    def __set_name__(self, owner: type, name: str) -> None:
+        self._name = f"_{name}"
+
+    def __get__(self, spec: object, owner: type | None = None) -> str:
+        return self._default if spec is None else str(spec.__dict__[self._name])
+
+    def __set__(self, spec: object, dtype: str | torch.dtype) -> None:
+        spec.__dict__[self._name] = dtype_name(dtype)
+
+
+def dtype_name(dtype: str | torch.dtype) -> str:
+    """Return the name of a dtype that is given by its name or as torch's object."""
+    return str(dtype).removeprefix("torch.")
 
 
 @dataclass(frozen=True)
@@ -76,7 +108,8 @@ class ExchangeSpec:
     hidden: int
     experts: int
     topk: int
-    dtype: str = "bfloat16"
+    dtype: DtypeName = DtypeName("bfloat16")
+    """Of rows: a name, or torch's object for it. It is held as a name."""
     wire: str | Mapping[str, str] | tuple[tuple[str, str], ...] | None = None
     """Stored in its shortest form: None, a name for dispatch, or (direction, dtype) pairs where combine differs."""
     layout: str = "expert"

@@ -31,6 +31,7 @@ from raymoe.exchange.exchange import Exchange
 from raymoe.moe.compiled_order import keep_order
 from raymoe.moe.expert_rows import weigh_gradients
 from raymoe.rows.direct import refuse_derivatives
+from raymoe.rows.operator_definitions import define
 
 
 @dataclass(frozen=True)
@@ -156,7 +157,7 @@ def refuse(exchange: Exchange, got: ExpertRows) -> None:
     exchange.refuse(_restored(exchange, got.site, got.x.detach(), got.weights.detach(), got.routing))
 
 
-# The operators. `torch.library.custom_op` would load torch's compiler at the first call, which takes a second.
+# The operators.
 
 _DEVICES = ("cpu", "cuda")
 _DISPATCH = (
@@ -172,8 +173,7 @@ _SCHEMAS = {
     " -> (Tensor dx, Tensor dweights)",
     "dispatch_gradients": "(SymInt[] exchange, SymInt site, Tensor dy, Tensor[] routing, SymInt rows) -> Tensor",
 }
-for _name, _schema in _SCHEMAS.items():
-    torch.library.define(f"raymoe::{_name}", _schema, tags=torch.Tag.pt2_compliant_tag)
+define(_SCHEMAS)
 _ops: Any = torch.ops.raymoe
 
 

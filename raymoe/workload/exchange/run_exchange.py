@@ -36,6 +36,7 @@ from raymoe.workload.measure import (
 )
 from raymoe.workload.memory_needed import spec_of
 from raymoe.workload.oracle import AffineExperts, bound_of, error_of
+from raymoe.workload.p2p.link import link_gbps
 from raymoe.workload.progress import Progress, step_listener
 from raymoe.workload.traffic import domain_keys, expert_load, traffic_of, work_of
 
@@ -76,16 +77,18 @@ def run_exchange(case: Case, world: World, progress: Callable[[Progress], None])
         label = f"{case.name}: exchange by {keys['backend']}"
         traffic = traffic_of(world, inputs.draws, spec)
         ops = [(op, {"backend": str(keys["backend"]), "l2": l2}) for op, l2 in step.ops]
-        load = expert_load(world, inputs.draws, spec.experts)
+        load = expert_load(world, inputs.draws, spec)
         work = work_of(world, inputs.draws, load, traffic, ops)
         samples = measure(world, steps, step, step_listener(progress, steps.total, work=work), label)
         with aborting(world):
             timelines = step.timelines()
+    limits = link_gbps(case, world, traffic)
     return [
         result_line(case, op, traffic.by_op[op], samples, index)
         | shape_keys(case, str(keys["backend"]))
         | load_keys(load, index)
         | keys
+        | {"gbps_link": limits.get(op)}
         | {"l2": l2, "timeline": timelines.get(op) if l2 == "cold" else None}
         | {"runs": runs_of(spec.tokens, keys.get("graph"), l2)}
         | host_times(samples, index)
