@@ -235,7 +235,11 @@ def refused(world: World, spec: ExchangeSpec, backend: str, bad: str) -> list[st
             "tokens",
             "num_tokens is 7 on rank 1; x has 5 rows, so 0 to 5 can be sent: make the exchange with more tokens",
         ),
-        ("rows", "10 rows, gaps included, came to rank 1; its capacity is 8"),
+        (
+            "rows",
+            "10 rows, gaps included, came to rank 1; its capacity is 8: skip this step on all ranks, or take "
+            "ExchangeSpec(capacity=10) or more, or 'worst'",
+        ),
     ],
 )
 def test_refused_data_are_named_as_the_caller_gave_them(pool: RankPool, backend: str, bad: str, says: str) -> None:
