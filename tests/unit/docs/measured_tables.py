@@ -234,7 +234,7 @@ def eager() -> Table:
 
 
 def rows_by_system(first: str, count: int) -> Table:
-    systems = ("raymoe", "in_turn", "eager", "compile", "copy", "own_copy")
+    systems = ("raymoe", "eager", "compile", "copy")
     keys: dict[str, dict[str, object]] = {name: {"backend": name, "tokens": count} for name in systems}
     columns = {f"`{name}`": Column("norm_h200", ("dmai", "ojcv"), keys[name]) for name in systems}
     return Table("evidence/rows.md", first, columns, operation)
