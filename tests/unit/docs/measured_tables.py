@@ -304,8 +304,6 @@ TABLES = [
     stages_of_rows("rms_norm_fp8"),
     stages_of_rows("rms_norm_backward"),
     timeline("evidence/experiments/timeline.md", "tokens, 2× H200", "bench_trace_h200x2", "ziqr"),
-    layer_parts("forward, tokens", "layer_h200", "mees", (1, 128, 4096)),
-    layer_parts("with gradients, tokens", "layer_h200", "nbla", (128, 4096)),
     layer_parts("forward on two, tokens", "layer_h200x2", "asnu", (1, 128, 4096)),
     layer_parts("with gradients on two, tokens", "layer_h200x2", "dygh", (128, 4096)),
     layer_parts("alone on two H100, tokens", "layer_h100x2", "qaeu", (128, 4096)),
