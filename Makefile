@@ -14,7 +14,7 @@ NEWEST := import sys; sys.exit(sys.version_info < (3, 11))
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help setup run test test-all hosts check lint types unit durations figures tables pictures perf soak faults faults-gpu soak-faults sanitize exchange-stamped exchange-full bench-exchange fmt hooks site wheel clean distclean
+.PHONY: help setup run test test-all hosts check lint types unit durations figures tables perf soak faults faults-gpu soak-faults sanitize exchange-stamped exchange-full bench-exchange fmt hooks site wheel clean distclean
 
 help: ## list these targets
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):[^#]*## /  make \1\t/' | expand -t 24
@@ -65,14 +65,12 @@ durations: $(STAMP) ## time every test file of `make test` and `make test-all` (
 	$(BIN)/python -m tests.unit.house.durations benchmarks/test_durations.new >benchmarks/test_durations_cpu.txt
 	rm benchmarks/test_durations.new
 
-figures: $(STAMP) ## draw the measured figures of docs/figures/ again, out of benchmarks/
+figures: $(STAMP) ## draw the measured figures and pages of docs/figures/ again, out of benchmarks/ (needs Chromium)
 	$(BIN)/python -m tests.unit.docs.measured_figures
+	$(BIN)/python -m tests.unit.docs.report_pictures
 
 tables: $(STAMP) ## write the measured tables of the pages again, out of benchmarks/
 	$(BIN)/python -m tests.unit.docs.write_tables
-
-pictures: $(STAMP) ## take the pictures of a report page again, out of benchmarks/ (needs Chromium)
-	$(BIN)/python -m tests.unit.docs.report_picture >/dev/null
 
 perf: $(STAMP) ## check the speeds that the docs promise, as ratios (needs an idle machine)
 	$(BIN)/pytest -m perf tests/perf
