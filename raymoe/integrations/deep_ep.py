@@ -312,7 +312,7 @@ class ElasticBuffer:
         values = x if isinstance(x, torch.Tensor) else x[0]
         if not isinstance(x, torch.Tensor) and x[1].dtype != torch.float32:
             raise ConfigError(f"scales are {x[1].dtype}; rows as fp8 have float32 scales, one for 128 elements")
-        local = sizes.experts // self.num_ranks
+        local = max(1, sizes.experts // self.num_ranks)
         # A token names an expert once, so at most L of its K are here. DeepEP counts so too.
         most = worst_rows(self.num_ranks * sizes.tokens * min(topk, local), local, sizes.alignment)
         spec = ExchangeSpec(

@@ -180,6 +180,7 @@ def make_mistakes(_rank: int) -> list[str]:
         lambda: buffer.dispatch(pair, ids, weights, num_experts=2),
         lambda: buffer.dispatch((pair[0], torch.ones(2, 1)), ids, weights, num_experts=2),
         lambda: buffer.dispatch(torch.ones(5, 8), ids.repeat(3, 1)[:5], torch.ones(5, 1), num_experts=2),
+        lambda: buffer.dispatch(x, ids, weights, num_experts=1),
         lambda: buffer.combine(rows, handle, num_sms=16),
         lambda: other.combine(rows, handle),
         lambda: buffer.pp_send(x, 1),  # type: ignore[attr-defined]
@@ -208,6 +209,7 @@ def test_what_it_lacks_is_one_sentence(groups: Groups) -> None:
         "scales are torch.int32; rows as fp8 have float32 scales",
         "rows that cross as float8_e4m3; only fused and staged, on GPUs, carry them so",
         "x has 5 rows; this exchange was made for at most 4 tokens a rank",
+        "1 experts on 2 ranks; every rank holds the same number of them",
         "num_sms is 16, and it was 8 for the handle",
         "the handle comes from another buffer",
         "pp_send of DeepEP's ElasticBuffer asked for; raymoe has its dispatch and combine alone",
