@@ -55,7 +55,7 @@ endif
 test-all: $(STAMP) ## run the tests that `make test` leaves out, and no other ones: every case of every rule
 	$(call HALVES,-m $(THOROUGH))
 
-hosts: $(STAMP) ## run raymoe inside torchtitan, Megatron-Core and vLLM, which are installed into .hosts/ (15 minutes and more)
+hosts: $(STAMP) ## run raymoe inside torchtitan, Megatron-Core, vLLM and DeepSpeed, which are installed into .hosts/ (15 minutes and more)
 	$(BIN)/pytest -m $(THOROUGH) tests/hosts
 
 durations: $(STAMP) ## time every test file of `make test` and `make test-all` (needs an idle machine)
@@ -65,8 +65,9 @@ durations: $(STAMP) ## time every test file of `make test` and `make test-all` (
 	$(BIN)/python -m tests.unit.house.durations benchmarks/test_durations.new >benchmarks/test_durations_cpu.txt
 	rm benchmarks/test_durations.new
 
-figures: $(STAMP) ## draw the measured figures of docs/figures/ again, out of benchmarks/
+figures: $(STAMP) ## draw the measured figures and pages of docs/figures/ again, out of benchmarks/ (needs Chromium)
 	$(BIN)/python -m tests.unit.docs.measured_figures
+	$(BIN)/python -m tests.unit.docs.report_pictures
 
 tables: $(STAMP) ## write the measured tables of the pages again, out of benchmarks/
 	$(BIN)/python -m tests.unit.docs.write_tables
