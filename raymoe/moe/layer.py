@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from typing import Any, Self
@@ -16,6 +17,7 @@ from raymoe.exchange.shared import SharedExchanges
 from raymoe.exchange.spec import ExchangeSpec
 from raymoe.memory.world import World
 from raymoe.moe.beside import SideStream
+from raymoe.moe.by_row import in_tiles
 from raymoe.moe.differentiable import combine, dispatch, expert_major
 from raymoe.moe.experts import SWIGLU, Activation, Experts, ModelWeights, shard
 from raymoe.moe.families import Parts, parts_of
@@ -45,8 +47,12 @@ class LayerForm:
     norm: float | None = None
     """The epsilon of RMSNorm."""
     residual: bool = False
+    deterministic: str | None = None
+    """`batch`: the bits of a token's result depend on that token alone, not on the others or their number, nor on
+    whether gradients are recorded. It leaves out kernels that cannot do that (docs/reproducibility.md)."""
 
     def __post_init__(self) -> None:
+        _check_deterministic(self.deterministic)
         for name, least in (("ffn", 1), ("shared", 0)):
             value = getattr(self, name)
             if type(value) is not int or value < least:
@@ -102,12 +108,26 @@ class MoELayer(nn.Module):
         if parts.shared is not None:
             self.add_module(parts.shared_name, parts.shared)
         self.norm, self.residual, self.gives_scores = parts.norm, parts.residual, parts.gives_scores
+        self.deterministic = form.deterministic if isinstance(form, LayerForm) else None
         self.beside = True
         """Whether the shared expert runs beside the dispatch on GPUs, on a stream of its own."""
         on_gpu = parts.shared is not None and world.device.type == "cuda"
         self._side = world.shared(SideStream) if on_gpu else None
         self.to(world.device)
         shard(self.experts, world)
+
+    @property
+    def deterministic(self) -> str | None:
+        """Of what the bits of a token's result are independent: None, or `batch` (`LayerForm`)."""
+        return "batch" if self._by_row else None
+
+    @deterministic.setter
+    def deterministic(self, kind: str | None) -> None:
+        _check_deterministic(kind)
+        router: Any = self._modules[self._router_name]
+        self._by_row = router.by_row = self.experts.by_row = kind == "batch"
+        if isinstance(shared := self._modules.get(self._shared_name), Mlp):
+            shared.by_row = self._by_row
 
     @classmethod
     def from_block(
@@ -158,8 +178,10 @@ class MoELayer(nn.Module):
         residual: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """Apply the experts of a given routing, and the shared expert, and add their results and the residual."""
-        shared = self._modules.get(self._shared_name)
+        shared: Callable[[torch.Tensor], torch.Tensor] | None = self._modules.get(self._shared_name)
         added = () if residual is None else (residual,)
+        if shared is not None and self._by_row:
+            shared = functools.partial(in_tiles, shared)
         if shared is None:
             return add(self.routed(x, topk_idx, topk_weights), *added)
         if self._side is None or not self._shares_gpu(x):
@@ -204,13 +226,16 @@ class MoELayer(nn.Module):
         dispatched = self.exchange.dispatch_unkept(tokens, out)
         if after_dispatch is not None:
             after_dispatch()
+        # Weights are applied between the products where gradients are needed, which rounds at other places.
+        weights = dispatched.weights if self._by_row else None
         rows = self.experts(
             expert_major(dispatched),
             dispatched.expert_offsets,
             dispatched.expert_counts,
+            weights,
             expected_rows=self.rows_of_an_expert(len(x)),
         )
-        return self.exchange.combine_unkept(rows, dispatched, weighted=True)
+        return self.exchange.combine_unkept(rows, dispatched, weighted=weights is None)
 
     def rows_of_an_expert(self, tokens: int) -> float:
         """The rows that an expert gets on average, if every rank has `tokens` tokens."""
@@ -225,15 +250,24 @@ class MoELayer(nn.Module):
         return layer
 
 
+def _check_deterministic(kind: str | None) -> None:
+    if kind not in (None, "batch"):
+        raise ConfigError(f"deterministic is {kind!r}; it is None or 'batch'")
+
+
 class Mlp(nn.Module):
     """A SwiGLU expert that all tokens pass through."""
+
+    by_row = False
+    """Whether its activation gives a row the same bits among any others. A layer gives it tiles of rows then."""
 
     def __init__(self, gate_up: torch.Tensor, down: torch.Tensor) -> None:
         super().__init__()
         self.gate_up_proj, self.down_proj = nn.Parameter(gate_up), nn.Parameter(down)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return nn.functional.linear(SWIGLU(nn.functional.linear(x, self.gate_up_proj)), self.down_proj)
+        h = SWIGLU(nn.functional.linear(x, self.gate_up_proj), by_row=self.by_row)
+        return nn.functional.linear(h, self.down_proj)
 
 
 class Norm(nn.Module):
