@@ -78,8 +78,8 @@ def multiply_by_offsets(rows: Tensor, weight: Tensor, offsets: Tensor, counts: T
     if by_row:
         raise ConfigError(
             f'deterministic="batch" and experts {list(weight.shape)} of {weight.dtype}, which kernels/moe/product.cu '
-            "does not take here: torch's products on a GPU add in another order for other numbers of rows; use bfloat16 "
-            "or float16 on Hopper GPUs, and sizes that are multiples of 16"
+            "does not take here: torch's products on a GPU add in another order for other numbers of rows; use "
+            "bfloat16 or float16 on Hopper GPUs, and sizes that are multiples of 16"
         )
     product: Any = nn.functional.grouped_mm
     with torch.autocast(rows.device.type, enabled=False):

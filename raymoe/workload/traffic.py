@@ -230,4 +230,6 @@ def work_of(
     tokens = sum(len(draw.ids) for draw in draws) / len(draws)
     local = len(load) // world.size
     own_experts = slice(world.rank * local, (world.rank + 1) * local)
-    return StepWork(tuple(timed), tokens, imbalance(load, own_experts))
+    total = sum(load)
+    rank_load = sum(load[own_experts]) * world.size / total if total else 0.0
+    return StepWork(tuple(timed), tokens, imbalance(load, own_experts), rank_load)

@@ -6,6 +6,7 @@ import math
 from collections.abc import Callable
 from dataclasses import replace
 from itertools import pairwise
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -17,7 +18,8 @@ from raymoe.exchange.exchange import Exchange
 from raymoe.memory.world import World
 from raymoe.report.results import KEYS, complete
 from raymoe.transport.channels import Channels
-from raymoe.workload import Progress, run_case
+from raymoe.workload import Progress, run_case, traffic
+from raymoe.workload.inputs import Draw
 from raymoe.workload.measure import Step, Steps, measure
 from tests.unit.ranks import RankPool
 
@@ -93,6 +95,17 @@ def test_exchange_verifies_on_every_routing(pool: RankPool, routing: str) -> Non
     assert {line["expert_load_imbalance"] for line in lines} == {round(max(load) * len(load) / (sum(load) or 1), 3)}
     dropped = routing in ("masked", "all masked", "ragged")
     assert (sum(load) < entries) if dropped else (sum(load) == pytest.approx(entries, abs=0.01 * len(load)))
+
+
+def test_the_work_of_a_step_has_the_share_of_its_rank() -> None:
+    load, none = [6.0, 2.0, 1.0, 3.0], traffic.ExchangeTraffic(*[traffic.Traffic(0, 0)] * 3)
+    works = [
+        traffic.work_of(
+            SimpleNamespace(rank=rank, size=2), [Draw(torch.zeros(5, 2), torch.zeros(5, 2))], load, none, []
+        )
+        for rank in (0, 1)
+    ]
+    assert [(work.tokens, work.imbalance, work.rank_load) for work in works] == [(5, 2.0, 8 / 6), (5, 1.0, 4 / 6)]
 
 
 @pytest.mark.parametrize("backend", ["collective", "allgather"])
