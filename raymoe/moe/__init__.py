@@ -9,6 +9,9 @@ from raymoe.moe.differentiable import ExpertRows as ExpertRows
 from raymoe.moe.differentiable import combine as combine
 from raymoe.moe.differentiable import dispatch as dispatch
 from raymoe.moe.differentiable import dispatch_exact as dispatch_exact
+from raymoe.moe.expert_loads import RoutingStats as RoutingStats
+from raymoe.moe.expert_loads import routing_stats as routing_stats
+from raymoe.moe.expert_loads import update_router_bias as update_router_bias
 from raymoe.moe.grouped import grouped_linear as grouped_linear
 from raymoe.moe.grouped import grouped_swiglu as grouped_swiglu
 from raymoe.moe.layer import LayerForm as LayerForm
@@ -26,6 +29,8 @@ from raymoe.moe.routes import record_routes as record_routes
 from raymoe.moe.routes import replay_routes as replay_routes
 from raymoe.moe.routes import same_routes as same_routes
 from raymoe.moe.routing_trace import RoutingTrace as RoutingTrace
+from raymoe.moe.training import average_expert_gradients as average_expert_gradients
+from raymoe.moe.training import clip_grad_norm as clip_grad_norm
 from raymoe.rows.activation import swiglu as swiglu
 from raymoe.rows.elementwise import pointwise as pointwise
 from raymoe.rows.norm import add_rms_norm as add_rms_norm

@@ -32,7 +32,7 @@ class SideStream:
         self._stream = _cuda.Stream(world.device)
 
     @contextmanager
-    def beside(self, module: Callable[[torch.Tensor], torch.Tensor], x: torch.Tensor) -> Iterator[Beside]:
+    def beside(self, module: Callable[[torch.Tensor], Any], x: torch.Tensor) -> Iterator[Beside]:
         """Run `module(x)` beside the work inside. It begins where the work calls `start`."""
         call = Beside(self._stream, self._device, module, x)
         try:
@@ -48,7 +48,7 @@ class Beside:
     """One call of a module on a side stream."""
 
     def __init__(
-        self, stream: Any, device: torch.device, module: Callable[[torch.Tensor], torch.Tensor], x: torch.Tensor
+        self, stream: Any, device: torch.device, module: Callable[[torch.Tensor], Any], x: torch.Tensor
     ) -> None:
         self._stream, self._device, self._module, self._x = stream, device, module, x
         self._ready, self._done = _cuda.Event(), _cuda.Event()

@@ -37,6 +37,12 @@ class Parts:
     gives_scores: bool = False
     """Whether the layer returns the router's weights too."""
 
+    def cast(self, dtype: torch.dtype) -> None:
+        """Let all parameters have a dtype. Buffers keep theirs: the correction of a choice is float32."""
+        for module in (self.router, self.experts, self.shared, self.norm):
+            for parameter in () if module is None else module.parameters():
+                parameter.data = parameter.data.to(dtype)
+
 
 def parts_of(block: Any, rank: int, ranks: int) -> Parts:
     """Return the parts of a block, with one rank's share of the experts."""

@@ -40,7 +40,7 @@ def layer_of(world: World, backend: str, dtype: str, tokens: int = T, **more: An
     spec = ExchangeSpec(tokens=tokens, hidden=H, experts=experts, topk=K, dtype=dtype, depth=0)
     router = RouterForm(experts, K, score="sigmoid", scale=2.5)
     form = LayerForm(256, router, shared=128, norm=1e-6, residual=True, deterministic="batch")
-    return MoELayer(world, replace(spec, **more), form, backend=backend)
+    return MoELayer(world, replace(spec, **more), form, backend=backend, seed=0)
 
 
 def drawn(tokens: int, seed: int, dtype: str, device: torch.device) -> torch.Tensor:
