@@ -124,8 +124,7 @@ SECTIONS = [
 FAULTS = {name: text for section in SECTIONS for name, text in section.faults.items()}
 
 Line = Mapping[str, Any]
-HEAD = ["fault", "exit", "seconds", "runs again", "all gone", "last line"]
-LONGEST = 60  # characters of a last line
+HEAD = ["fault", "exit", "seconds", "runs again", "all gone"]
 
 
 def lines_of(section: Section) -> dict[str, list[Line]]:
@@ -148,18 +147,7 @@ def table(section: Section) -> str:
 
 def _row(text: str, line: Line) -> list[str]:
     times = [_seconds(line.get(key)) for key in ("seconds", "recovered_seconds", "gone_seconds")]
-    return [text, str(line["exit"]), *times, shortened(line["last_line"]).replace("|", "\\|") or "–"]
-
-
-def shortened(sentence: str) -> str:
-    """Cut a sentence at a word.
-
-    >>> shortened("the disk of a run is full: make room on it, or name another place for its results with --out")
-    'the disk of a run is full: make room on it, or name …'
-    """
-    if len(sentence) <= LONGEST:
-        return sentence
-    return sentence[: LONGEST - 1].rpartition(" ")[0] + " …"
+    return [text, str(line["exit"]), *times]
 
 
 def _seconds(seconds: float | None) -> str:

@@ -29,6 +29,7 @@ ELSEWHERE = {
     "make test": "tests/gang/test_docs.py",  # it runs this test
     "make test-all": "tests/gang/test_docs.py",  # or this one, which runs the commands of pages
     "make check": "Makefile",  # a half of `make test`
+    "torchrun --nproc-per-node 2 examples/train.py": "tests/gang/test_examples.py",
     "make hosts": "tests/hosts/test_torchtitan.py",
     "torchrun --nproc-per-node 8 -m torchtitan.train --module qwen3 --config … --override.imports $on.dispatcher "
     "$on.selective_ac": "tests/hosts/test_torchtitan.py",

@@ -17,7 +17,7 @@ from tests.unit.house.packages import built_wheel
 pytestmark = [pytest.mark.thorough, pytest.mark.timeout(300)]
 EVERY_MODULE = """
 import importlib, pkgutil, raymoe
-others = ("raymoe.integrations.torchtitan", "raymoe.integrations.megatron")
+others = tuple(f"raymoe.integrations.{name}" for name in ("torchtitan", "megatron", "vllm"))
 for module in pkgutil.walk_packages(raymoe.__path__, "raymoe."):
     if module.name not in others and module.name != "raymoe.__main__":
         importlib.import_module(module.name)

@@ -234,7 +234,7 @@ def eager() -> Table:
 
 
 def rows_by_system(first: str, count: int) -> Table:
-    systems = ("raymoe", "in_turn", "eager", "compile", "copy", "own_copy")
+    systems = ("raymoe", "eager", "compile", "copy")
     keys: dict[str, dict[str, object]] = {name: {"backend": name, "tokens": count} for name in systems}
     columns = {f"`{name}`": Column("norm_h200", ("dmai", "ojcv"), keys[name]) for name in systems}
     return Table("evidence/rows.md", first, columns, operation)
@@ -304,8 +304,6 @@ TABLES = [
     stages_of_rows("rms_norm_fp8"),
     stages_of_rows("rms_norm_backward"),
     timeline("evidence/experiments/timeline.md", "tokens, 2× H200", "bench_trace_h200x2", "ziqr"),
-    layer_parts("forward, tokens", "layer_h200", "mees", (1, 128, 4096)),
-    layer_parts("with gradients, tokens", "layer_h200", "nbla", (128, 4096)),
     layer_parts("forward on two, tokens", "layer_h200x2", "asnu", (1, 128, 4096)),
     layer_parts("with gradients on two, tokens", "layer_h200x2", "dygh", (128, 4096)),
     layer_parts("alone on two H100, tokens", "layer_h100x2", "qaeu", (128, 4096)),

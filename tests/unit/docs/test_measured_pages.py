@@ -18,7 +18,6 @@ from tests.unit.docs.raw_lines import BENCHMARKS, Line, circumstances, date_of, 
 
 EVIDENCE = sorted((DOCS / "evidence").glob("*.md"))
 NOT_MEASURED = {
-    "| system | machine | case |": "figures that other authors publish; the section says so",
     "| fault |": "test_operations_page.py holds these tables",
 }
 """Heads of tables with numbers that are held elsewhere or are not ours, and why."""
