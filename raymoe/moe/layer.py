@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any, Self, TypedDict, Unpack
@@ -16,11 +17,12 @@ from raymoe.exchange.shared import SharedExchanges
 from raymoe.exchange.spec import ExchangeSpec, dtype_name
 from raymoe.memory.world import World
 from raymoe.moe.beside import SideStream
+from raymoe.moe.by_row import in_tiles
 from raymoe.moe.differentiable import combine, dispatch, expert_major
 from raymoe.moe.experts import shard
 from raymoe.moe.families import Parts, parts_of
 from raymoe.moe.layer_form import LayerForm as LayerForm
-from raymoe.moe.layer_form import draw_weights, dtype_of_weights, empty_parts
+from raymoe.moe.layer_form import Mlp, check_deterministic, draw_weights, dtype_of_weights, empty_parts
 from raymoe.moe.router import Routed
 from raymoe.moe.row_counts import RowCounts
 from raymoe.moe.taken_over import watch_ddp
@@ -103,6 +105,7 @@ class MoELayer(nn.Module):
         if parts.shared is not None:
             self.add_module(parts.shared_name, parts.shared)
         self.norm, self.residual, self.gives_scores = parts.norm, parts.residual, parts.gives_scores
+        self.deterministic = form.deterministic if isinstance(form, LayerForm) else None
         self.row_counts = RowCounts(self.exchange.spec.local_experts(world.size), world.device)
         """The rows that its experts got, in training mode."""
         self.beside = True
@@ -118,6 +121,19 @@ class MoELayer(nn.Module):
         shard(self.experts, world)
         if not made and not meta:
             self.reset_parameters()
+
+    @property
+    def deterministic(self) -> str | None:
+        """Of what the bits of a token's result are independent: None, or `batch` (`LayerForm`)."""
+        return "batch" if self._by_row else None
+
+    @deterministic.setter
+    def deterministic(self, kind: str | None) -> None:
+        check_deterministic(kind)
+        router: Any = self._modules[self._router_name]
+        self._by_row = router.by_row = self.experts.by_row = kind == "batch"
+        if isinstance(shared := self._modules.get(self._shared_name), Mlp):
+            shared.by_row = self._by_row
 
     @classmethod
     def from_block(
@@ -207,6 +223,8 @@ class MoELayer(nn.Module):
     def _shared(self, x: torch.Tensor) -> Any:
         """Apply the shared expert, in the dtype of the rows."""
         shared: Any = self._modules[self._shared_name]
+        if self._by_row:
+            shared = functools.partial(in_tiles, shared)
         if self.rows_dtype is None:
             return shared(x)
         with torch.autocast(x.device.type, dtype=self.rows_dtype, cache_enabled=False):
@@ -250,13 +268,16 @@ class MoELayer(nn.Module):
             after_dispatch()
         if self.training:
             self.row_counts.add(dispatched.expert_offsets, dispatched.expert_counts)
+        # Weights are applied between the products where gradients are needed, which rounds at other places.
+        weights = dispatched.weights if self._by_row else None
         rows = self.experts(
             expert_major(dispatched),
             dispatched.expert_offsets,
             dispatched.expert_counts,
+            weights,
             expected_rows=self.rows_of_an_expert(len(x)),
         )
-        return self.exchange.combine_unkept(rows, dispatched, weighted=True)
+        return self.exchange.combine_unkept(rows, dispatched, weighted=weights is None)
 
     def rows_of_an_expert(self, tokens: int) -> float:
         """The rows that an expert gets on average, if every rank has `tokens` tokens."""

@@ -42,14 +42,24 @@ class LayerForm:
     residual: bool = False
     weights: str | torch.dtype | None = None
     """The dtype of all parameters: that of the rows (None), or float32 with rows of 16 bits."""
+    deterministic: str | None = None
+    """`batch`: the bits of a token's result depend on that token alone, not on the others or their number, nor on
+    whether gradients are recorded. It leaves out kernels that cannot do that (docs/reproducibility.md)."""
 
     def __post_init__(self) -> None:
+        check_deterministic(self.deterministic)
         for name, least in (("ffn", 1), ("shared", 0)):
             value = getattr(self, name)
             if type(value) is not int or value < least:
                 raise ConfigError(f"{name} is {value!r}; a whole number of at least {least} is needed")
         if self.weights is not None and dtype_name(self.weights) not in DTYPES:
             raise ConfigError(f"weights is {dtype_name(self.weights)!r}; it is one of {', '.join(DTYPES)}, or None")
+
+
+def check_deterministic(kind: str | None) -> None:
+    """Refuse what `LayerForm.deterministic` cannot be."""
+    if kind not in (None, "batch"):
+        raise ConfigError(f"deterministic is {kind!r}; it is None or 'batch'")
 
 
 def dtype_of_weights(weights: str | torch.dtype | None, rows: str) -> torch.dtype:
@@ -68,12 +78,16 @@ def dtype_of_weights(weights: str | torch.dtype | None, rows: str) -> torch.dtyp
 class Mlp(nn.Module):
     """A SwiGLU expert that all tokens pass through."""
 
+    by_row = False
+    """Whether its activation gives a row the same bits among any others. A layer gives it tiles of rows then."""
+
     def __init__(self, gate_up: torch.Tensor, down: torch.Tensor) -> None:
         super().__init__()
         self.gate_up_proj, self.down_proj = nn.Parameter(gate_up), nn.Parameter(down)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return nn.functional.linear(SWIGLU(nn.functional.linear(x, self.gate_up_proj)), self.down_proj)
+        h = SWIGLU(nn.functional.linear(x, self.gate_up_proj), by_row=self.by_row)
+        return nn.functional.linear(h, self.down_proj)
 
 
 class Norm(nn.Module):

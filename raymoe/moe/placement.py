@@ -85,7 +85,7 @@ def plan_placement(load: torch.Tensor, *, ranks: int, slots: int, previous: Plac
     >>> first.experts.tolist(), first.rank_loads(torch.tensor([5, 4, 3, 2, 1]))
     ([[1, 0, 4], [2, 0, 3]], [7.5, 7.5])
     >>> plan_placement(torch.tensor([5, 9, 3, 1, 2]), ranks=2, slots=3, previous=first).moves_from(first)
-    [(0, 1, 2), (1, 1, 1)]
+    [(0, 2, 3), (1, 2, 4)]
     """
     shares = _checked(load, ranks, slots)
     fresh = _Plan([[EMPTY] * slots for _ in range(ranks)], shares)

@@ -7,6 +7,7 @@ the functions of `expert_rows`. Gradients are torch's products everywhere.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from math import inf
 from typing import Any
@@ -40,7 +41,8 @@ class Added:
     row_weights: Tensor | None = None
     """float32[C]: each result is multiplied by its weight."""
     expected_rows: float = inf
-    """The rows that an expert has on average, as the caller guesses. It chooses the kernel."""
+    """The rows that an expert has on average, as the caller guesses. It chooses the kernel. Below 0: as many, by
+    kernels whose results have the same bits for any number of rows."""
     zero_gaps: bool = True
     """Whether results become zero in gaps where gradients are needed: another product of them needs that."""
     gaps_are_zero: bool = False
@@ -97,8 +99,8 @@ def _directly(tensors: tuple[Tensor | None, ...]) -> bool:
 
 
 def _bounded(expected_rows: float, x: Tensor, weight: Tensor) -> float:
-    """Bound a guess by the rows that there is memory for."""
-    return min(expected_rows, len(x) / max(1, weight.shape[0]))
+    """Bound a guess by the rows that there is memory for. Its sign stays."""
+    return math.copysign(min(abs(expected_rows), len(x) / max(1, weight.shape[0])), expected_rows)
 
 
 # The operators.
@@ -169,15 +171,15 @@ def _multiply(*arguments: Any) -> Tensor:
     if tiles is None:
         return operands.by_few_rows(gated=False)
     if not product_launch.takes(x, weight, None):
-        return _multiply_by_torch(operands, zeroes_gaps and not gaps_are_zero)
+        return _multiply_by_torch(operands, zeroes_gaps and not gaps_are_zero, by_row=expected_rows < 0)
     product = operands.product(None, tiles, False, zeroes_gaps)
     product_launch.launch(product)
     return product.y
 
 
-def _multiply_by_torch(operands: _Operands, zeroes_gaps: bool) -> Tensor:
+def _multiply_by_torch(operands: _Operands, zeroes_gaps: bool, *, by_row: bool) -> Tensor:
     groups, bias, row_weights = operands.groups, operands.bias, operands.row_weights
-    y = multiply_by_torch(operands.x, operands.weight, groups)
+    y = multiply_by_torch(operands.x, operands.weight, groups, by_row)
     if row_weights is not None:
         none = y.new_zeros(len(groups.counts), y.shape[1]) if bias is None else bias
         added, there = bias_of_rows(y, none, *operands.places)
@@ -237,17 +239,18 @@ def _gate(*arguments: Any) -> tuple[Tensor, Tensor]:
     if tiles is None:
         return operands.by_few_rows(gated=True), x.new_empty(0)
     if not product_launch.takes(x, weight, gate):
-        return _gate_by_torch(operands, form, keep_gate_up, zeroes_gaps and not gaps_are_zero)
+        zeroed = zeroes_gaps and not gaps_are_zero
+        return _gate_by_torch(operands, form, keep_gate_up, zeroed, by_row=expected_rows < 0)
     product = operands.product(gate, tiles, keep_gate_up, zeroes_gaps)
     product_launch.launch(product)
     return product.y, x.new_empty(0) if product.gate_up is None else product.gate_up
 
 
 def _gate_by_torch(
-    operands: _Operands, form: ActivationForm, keep_gate_up: bool, zeroes_gaps: bool
+    operands: _Operands, form: ActivationForm, keep_gate_up: bool, zeroes_gaps: bool, *, by_row: bool
 ) -> tuple[Tensor, Tensor]:
     groups, bias = operands.groups, operands.bias
-    gate_up = multiply_by_torch(operands.x, operands.weight, groups)
+    gate_up = multiply_by_torch(operands.x, operands.weight, groups, by_row)
     if form == PLAIN and bias is None and not zeroes_gaps:
         return _swiglu(gate_up, groups, operands.row_weights), gate_up if keep_gate_up else gate_up.new_empty(0)
     if not keep_gate_up:

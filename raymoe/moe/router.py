@@ -16,6 +16,7 @@ from torch import nn
 import raymoe.moe.router_formulas as formulas
 import raymoe.moe.router_kernels as kernels
 import raymoe.rows.row_launch as row_launch
+from raymoe.moe.by_row import in_tiles
 from raymoe.moe.logits import logits_of
 from raymoe.moe.route_site import RouteSite, fitting
 from raymoe.moe.router_formulas import RouterForm
@@ -263,13 +264,19 @@ class Router(nn.Module):
         self.bias = None if bias is None else _parameter(bias)
         self.register_buffer("e_score_correction_bias", correction)
         self.routes = RouteSite()
+        self.by_row = False
+        """Whether the bits of a token's result depend on that token alone (docs/reproducibility.md)."""
 
     def forward(self, x: torch.Tensor, recorded: torch.Tensor | None = None) -> Routed:
         """Map the tokens of x[..., H], one after the other, to their experts, best first, and the weights.
 
         `recorded` has ids [T', K] for the tokens, which it takes instead of its choice (`replay_route`).
         """
-        logits = logits_of(x.reshape(-1, x.shape[-1]), self.weight, self.bias)
+        rows = x.reshape(-1, x.shape[-1])
+        if self.by_row:
+            logits = in_tiles(lambda tile: logits_of(tile, self.weight, self.bias), rows)
+        else:
+            logits = logits_of(rows, self.weight, self.bias)
         site, form, bias = self.routes, self.form, self.e_score_correction_bias
         if recorded is None:
             recorded = site.take(len(logits), form.topk)

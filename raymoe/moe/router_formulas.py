@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from raymoe.errors import ConfigError
+from raymoe.moe.by_row import sigmoid
 
 SCORES = ("softmax", "sigmoid", "chosen")
 TINY = 1e-20  # keeps a sum of scores that are all zero from dividing by zero
@@ -74,7 +75,7 @@ def route(logits: Tensor, form: RouterForm, bias: Tensor | None = None) -> tuple
         best, ids = _best(logits if bias is None else logits + bias, form)
         weights = (best if bias is None else logits.gather(1, ids)).softmax(dim=-1)
         return ids, weights * form.scale if form.scale != 1.0 else weights
-    scores = logits.sigmoid() if form.score == "sigmoid" else logits.softmax(dim=-1)
+    scores = sigmoid(logits) if form.score == "sigmoid" else logits.softmax(dim=-1)
     weights, ids = _best(scores if bias is None else scores + bias, form)
     if bias is not None or form.groups > 1:
         weights = scores.gather(1, ids)
@@ -92,7 +93,7 @@ def weights_of(logits: Tensor, topk_idx: Tensor, form: RouterForm) -> Tensor:
     if form.score == "chosen":
         weights = logits.gather(1, topk_idx).softmax(dim=-1)
         return weights * form.scale if form.scale != 1.0 else weights
-    scores = logits.sigmoid() if form.score == "sigmoid" else logits.softmax(dim=-1)
+    scores = sigmoid(logits) if form.score == "sigmoid" else logits.softmax(dim=-1)
     return weights_of_scores(scores, topk_idx, form)
 
 

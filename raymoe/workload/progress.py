@@ -33,6 +33,8 @@ class StepWork:
     tokens: float = 0.0
     imbalance: float | None = None
     """Rows of this rank's busiest expert, divided by the mean of all experts of all ranks."""
+    rank_load: float | None = None
+    """Rows of this rank's experts, divided by the mean of all ranks."""
 
 
 @dataclass(frozen=True)

@@ -252,4 +252,6 @@ def work_of(
     tokens = sum(len(draw.ids) for draw in draws) / len(draws)
     local = len(load.by_expert) // world.size
     own_experts = slice(world.rank * local, (world.rank + 1) * local)
-    return StepWork(tuple(timed), tokens, load.imbalance(own_experts))
+    total = sum(load.by_expert)
+    rank_load = sum(load.by_expert[own_experts]) * world.size / total if total else 0.0
+    return StepWork(tuple(timed), tokens, load.imbalance(own_experts), rank_load)

@@ -66,7 +66,7 @@ def progress(**changes: Any) -> Progress:
         OpWork("copy", 7.0, {"transport": "tma"}),
     )
     block = Block(0, 10, began=5.0, ended=5.2, met=5.25, us=(200.0, 1e5, 300.0, 0.0), verified=((2, 5.05, 5.1),))
-    return Progress(**{"done": 10, "total": 20, "block": block, "work": StepWork(ops, 16.0, 1.5)} | changes)
+    return Progress(**{"done": 10, "total": 20, "block": block, "work": StepWork(ops, 16.0, 1.5, 1.25)} | changes)
 
 
 def test_a_block_of_steps_becomes_counts_under_its_tags() -> None:
@@ -88,7 +88,7 @@ def test_a_block_of_steps_becomes_counts_under_its_tags() -> None:
         ("raymoe_combine_bytes", "1", "fused", "cold", "product"): 10_000,
     }
     assert ray.counted == pytest.approx(expected), "a copy that took no time on this rank is not counted"
-    assert ray.now["raymoe_expert_load_imbalance", "1"] == 1.5
+    assert ray.now["raymoe_expert_load_imbalance", "1"] == 1.5 and ray.now["raymoe_rank_load", "1"] == 1.25
     assert ray.now["raymoe_step_seconds", "1"] == pytest.approx(0.15 / 10), "the verified step is timed once more"
 
 

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from itertools import pairwise
 from time import sleep
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -19,9 +20,10 @@ from raymoe.memory.world import World
 from raymoe.report.results import KEYS, complete
 from raymoe.transport.channels import Channels
 from raymoe.workload import Progress, run_case
+from raymoe.workload.inputs import Draw
 from raymoe.workload.measure import Step, Steps, measure, result_line
 from raymoe.workload.p2p.link import link_gbps
-from raymoe.workload.traffic import ExchangeTraffic, Traffic
+from raymoe.workload.traffic import ExchangeTraffic, Load, Traffic, work_of
 from tests.unit.ranks import RankPool
 
 SMALL = {"tokens": 24, "hidden": 32, "experts": 8, "topk": 3, "ffn": 16}
@@ -99,6 +101,16 @@ def test_exchange_verifies_on_every_routing(pool: RankPool, routing: str) -> Non
     assert most % 16 == 0 and (most == 0) == (routing == "all masked")
     dropped = routing in ("masked", "all masked", "ragged")
     assert (sum(load) < entries) if dropped else (sum(load) == pytest.approx(entries, abs=0.01 * len(load)))
+
+
+def test_the_work_of_a_step_has_the_share_of_its_rank() -> None:
+    load, none = Load([6.0, 2.0, 1.0, 3.0], busiest_rows=16, capacity=64), ExchangeTraffic(*[Traffic(0, 0)] * 3)
+    draws, worlds = (
+        [Draw(torch.zeros(5, 2), torch.zeros(5, 2))],
+        [SimpleNamespace(rank=rank, size=2) for rank in (0, 1)],
+    )
+    works = [work_of(world, draws, load, none, []) for world in worlds]
+    assert [(work.tokens, work.imbalance, work.rank_load) for work in works] == [(5, 2.0, 8 / 6), (5, 1.0, 4 / 6)]
 
 
 @pytest.mark.parametrize("backend", ["collective", "allgather"])
