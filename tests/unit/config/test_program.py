@@ -13,12 +13,13 @@ from pathlib import Path
 
 import jsonschema
 import pytest
+import yaml
 
 from raymoe import __version__, cli
 from raymoe.config.submission import load_submission, submission_schema
 from raymoe.errors import ConfigError
 from raymoe.report.directory import RAY_JOB
-from tests.python_path import python_path
+from tests.python_path import REPOSITORY, python_path
 
 UPLOADED = "runtime_env: {working_dir: ., py_modules: [mine/package]}"
 
@@ -164,6 +165,18 @@ def test_editors_refuse_what_raymoe_refuses() -> None:
     for wrong in (both, settings, {"program": "x"}, {"program": {"fle": "x"}}, {"program": {"arguments": [1]}}):
         with pytest.raises(jsonschema.ValidationError):
             jsonschema.validate(wrong, schema)
+
+
+def test_the_jobs_of_the_pages_are_valid(project: Path) -> None:
+    def block(page: str, number: int) -> str:
+        return (REPOSITORY / "docs" / page).read_text().split("```yaml\n")[number].partition("```")[0]
+
+    packaged = (REPOSITORY / "jobs" / "train.yaml").read_text()
+    assert yaml.safe_load(block("training_job.md", 1)) == yaml.safe_load(packaged)
+    (project / "my_package").mkdir()
+    (project / "job.yaml").write_text(block("submit.md", 2).replace("../my_package", "my_package"))
+    words = load_submission("job.yaml")[1].entrypoint
+    assert words == ("python", "-m", "raymoe.program", "train.py", "--out", "{out}", "--steps", "24")
 
 
 # The command on the cluster.
