@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -98,7 +99,7 @@ def test_it_trains_and_tells_the_load_of_each_expert(undisturbed: Path) -> None:
         assert f"raymoe.integrations.torchtitan.dispatcher: model_spec.model.layers.{layer}" in log
     lines = steps_of(undisturbed)
     assert [line["step"] for line in lines] == list(range(1, 25))
-    assert lines[0]["loss"] - lines[-1]["loss"] > 1, "it learns"
+    assert lines[0]["loss"] - sum(line["loss"] for line in lines[-4:]) / 4 > 1, "it learns"
     for line in lines:
         for load in line["load"]:
             assert len(load) == 64 and sum(load) / 64 == pytest.approx(1, abs=1e-3)
@@ -118,7 +119,7 @@ def test_a_killed_worker_changes_no_loss(head: Head, home: Path, undisturbed: Pa
     begin = again[0]["step"]
     assert begin % CHECKPOINTS == 1 and CHECKPOINTS < begin <= last + 1, "it goes on from the last checkpoint"
     assert [line["step"] for line in again] == list(range(begin, 25))
-    assert f"from the checkpoint of step {begin - 1}" in log and "attempt 1 ended (rank 1: " in log
+    assert f"from the checkpoint of step {begin - 1}" in log and re.search(r"attempt 1 ended \(.*rank 1: \w+Error", log)
     whole = steps_of(undisturbed)
     for line in lines:
         wanted = whole[line["step"] - 1]
