@@ -66,7 +66,7 @@ OtherSystem = Literal["nvshmem", "deepep_v2", "nccl_ep", "nccl_ep_ll"]
 
 # Groups of the values that a key takes.
 
-MOE = ("exchange", "overlap", "layer")
+MOE = ("exchange", "overlap", "layer", "train")
 """The workloads with an exchange."""
 SPANNING = ("exchange", "layer")
 """The workloads whose ranks can be in several domains."""
@@ -413,6 +413,21 @@ class LayerSection(Section):
     """The router of the layer, or none."""
     experts: Literal["swiglu", "gpt_oss"] = Field(default="swiglu", examples=["gpt_oss"])
     """The experts: SwiGLU, or those of gpt-oss, which clamp it and add biases in both products."""
+
+
+class TrainSection(Section):
+    """The soak of workload train: a small model in training, its checkpoints, and the unsharded run beside it."""
+
+    layers: int = Field(default=2, ge=1, le=64, examples=[4])
+    """Layers of the model, one after the other: RMSNorm, sigmoid router, experts, and x added."""
+    oracle: int = Field(default=20, ge=0, le=100_000, examples=[50])
+    """The first steps whose losses are compared with those of the same model unsharded. Each rank trains that too, so
+    these steps take longer. A wrong loss ends the run with exit code 6."""
+    checkpoint_every: int = Field(default=50, ge=1, le=1_000_000, examples=[200])
+    """Steps between two checkpoints. After a lost rank all ranks go on from the last one, if world.restarts allows."""
+    folder: str | None = Field(default=None, min_length=1, examples=["/shared/soak"])
+    """Folder of the checkpoints, which all ranks reach. Default: a temporary one of the node, named by the run. It is
+    removed after the last step; after a run that failed it stays for --resume."""
 
 
 class OverlapSection(Section):

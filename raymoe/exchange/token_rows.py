@@ -8,6 +8,20 @@ It is made of two exchanges with layout `expert` (`ExchangeSpec.parts`), so ever
   number, all exact below 2^24. It is combined only in backward passes, to return the gradients of the weights.
 
 A dispatch is then two operations, one after the other, and a combine is one.
+
+One rank, whose experts multiply a row by their number plus one:
+
+>>> from raymoe import Exchange, World
+>>> world = World.open(rank=0, size=1)
+>>> world.wire([world.descriptor()])
+>>> spec = ExchangeSpec(tokens=2, hidden=8, experts=4, topk=2, dtype="float32", layout="token")
+>>> with world, Exchange(world, spec) as exchange:
+...     topk_idx, topk_weights = torch.tensor([[3, 0], [-1, -1]]), torch.tensor([[0.5, 0.25], [0.0, 0.0]])
+...     got = exchange.dispatch(torch.ones(2, 8), topk_idx, topk_weights)
+...     shares = (got.weights * (got.topk_idx + 1)).sum(1, keepdim=True)
+...     y = exchange.combine(got.x * shares, got, weighted=False)
+>>> got.count(), got.topk_idx[0].tolist(), got.sources[0].tolist(), y[:, 0].tolist()
+(1, [3, 0], [0, 0], [2.25, 0.0])
 """
 
 from __future__ import annotations

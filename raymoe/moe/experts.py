@@ -7,8 +7,6 @@ after the other's, and reads no other rows.
 
 from __future__ import annotations
 
-import sys
-from collections.abc import Iterator
 from dataclasses import dataclass
 from math import inf
 from typing import Any
@@ -22,7 +20,7 @@ from raymoe.memory.world import World
 from raymoe.moe.expert_kernels import ActivationForm
 from raymoe.moe.expert_rows import Groups, add_expert_bias
 from raymoe.moe.product_operators import Added, gate_experts, multiply_experts, streams_weights
-from raymoe.moe.taken_over import refuse_in_fsdp
+from raymoe.moe.taken_over import OwnOfRank
 from raymoe.moe.torch_products import multiply_by_torch
 from raymoe.rows.activation import swiglu
 
@@ -98,7 +96,7 @@ class ModelWeights:
     transposed: bool = False
 
 
-class Experts(nn.Module):
+class Experts(OwnOfRank):
     """The experts of one rank, with the parameters' names and layout of the model that they come from."""
 
     gate_up_proj: nn.Parameter
@@ -110,8 +108,6 @@ class Experts(nn.Module):
     also where torch.distributed.checkpoint would take them for replicas."""
     casts = False
     """Whether the weights are wider than the rows, and are cast to their dtype in each forward pass."""
-    spread = False
-    """Whether other ranks have other experts."""
 
     def __init__(self, weights: ModelWeights, activation: Activation = SWIGLU) -> None:
         super().__init__()
@@ -120,13 +116,6 @@ class Experts(nn.Module):
             value = getattr(weights, name)
             ready = value is None or isinstance(value, nn.Parameter)
             self.register_parameter(name, value if ready else nn.Parameter(value))
-
-    def named_parameters(
-        self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
-    ) -> Iterator[tuple[str, nn.Parameter]]:
-        """Return what every module returns, but refuse FSDP2 that would spread these parameters."""
-        refuse_in_fsdp(self, sys._getframe(1))
-        return super().named_parameters(prefix, recurse, remove_duplicate)
 
     def forward(
         self,

@@ -10,6 +10,8 @@ from typing import Any
 
 import torch
 
+from raymoe.rows.operator_definitions import define
+
 
 class RowCounts:
     """The counts of one layer on this rank. Forward passes that activation checkpointing repeats are left out.
@@ -49,11 +51,7 @@ def _static(counts: torch.Tensor) -> torch.Tensor:
     return counts
 
 
-torch.library.define(
-    "raymoe::count_rows",
-    "(Tensor(a!) total, Tensor(b!) most, Tensor expert_offsets, Tensor expert_counts) -> ()",
-    tags=torch.Tag.pt2_compliant_tag,
-)
+define({"count_rows": "(Tensor(a!) total, Tensor(b!) most, Tensor expert_offsets, Tensor expert_counts) -> ()"})
 _ops: Any = torch.ops.raymoe
 
 

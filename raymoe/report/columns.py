@@ -164,11 +164,37 @@ def columns_of(lines: Sequence[Line]) -> list[Column]:
             columns.append(Column(header, cells, right=True))
     if any(ratios := speedups(lines)):
         columns.append(Column("vs slowest", [f"{ratio:.2f}x" if ratio else "-" for ratio in ratios], right=True))
+    if any(line["losses"] for line in lines):
+        columns.append(Column("loss", [loss_of(line) for line in lines], right=True))
+    if any(restarts(line) for line in lines):
+        columns.append(Column("went on from step", [", ".join(map(str, restarts(line))) or "-" for line in lines]))
     if any(line["stopped"] for line in lines):
         columns.append(Column("stopped", [f"after {line['samples']}" if line["stopped"] else "-" for line in lines]))
     if any(line["leaves_out"] or line["skipped"] for line in lines):
         columns.append(Column("leaves out", [_leaves_out(line) for line in lines]))
     return columns
+
+
+def loss_of(line: Line) -> str:
+    """Write the first and the last loss of a training.
+
+    >>> loss_of({"losses": [[1, 6.25], [2, 5.0], [3, 1.5]]}), loss_of({"losses": None})
+    ('6.250 to 1.500', '-')
+    """
+    points = line["losses"]
+    if not isinstance(points, list) or not points:
+        return "-"
+    return f"{points[0][1]:.3f} to {points[-1][1]:.3f}"
+
+
+def restarts(line: Line) -> list[int]:
+    """Return the steps from which ranks went on after one was lost, or after the run was resumed.
+
+    >>> restarts({"starts": [0, 100, 100]}), restarts({"starts": None})
+    ([100, 100], [])
+    """
+    starts = line["starts"]
+    return [int(step) for step in starts[1:]] if isinstance(starts, list) else []
 
 
 def caption_of(lines: Sequence[Line]) -> str:

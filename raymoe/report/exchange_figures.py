@@ -94,7 +94,7 @@ def _token_figure(group: Group, styles: Mapping[str, int], several: bool) -> Fig
         style = styles.get(group.label(line), -1), several and line["run"] != first
         times.append(Curve(label, [Point(count, us(line)) for count, line in sorted(by_tokens.items())], *style))
         # Nothing crosses a link with a single rank, and perhaps with a single token.
-        crossing = [(count, gbps(line)) for count, line in sorted(by_tokens.items()) if line["gbps_wire"]]
+        crossing = [(count, gbps(line)) for count, line in sorted(by_tokens.items()) if has_rate(line)]
         if crossing:
             rates.append(Curve(label, [Point(count, rate) for count, rate in crossing], *style))
     x = Axis("tokens a rank", log=True, write=lambda value: f"{value:.0f}")
@@ -143,7 +143,7 @@ def _bar_figure(group: Group, several: bool) -> Figure:
         time, least, most = us(line), _or(line["us_min"], us(line)), _or(line["us_p99"], us(line))
         grey = line["backend"] == BASELINE
         segment = BarSegment(0, time, "grey" if grey else f"c{index % 6}", f"median {time:,.1f} µs")
-        rate = f", {three_digits(gbps(line))} GB/s{of_link(line)}" if line["gbps_wire"] else ""
+        rate = f", {three_digits(gbps(line))} GB/s{of_link(line)}" if has_rate(line) else ""
         rate += f", {compact(float(str(line['tokens_per_s'])))} tokens/s" if line["tokens_per_s"] else ""
         rows.append(Bar(_label(group, line, several), f"{duration(time)}{rate}", [segment], (least, most)))
     most = max(bar.whisker[1] if bar.whisker else 0 for bar in rows)
@@ -169,6 +169,11 @@ _SPREAD = {"us_min": "min us", "us_p50": "p50 us", "us_p99": "p99 us", "us_max":
 def _times(lines: Sequence[Line], key: str, header: str) -> Column:
     cells = ["-" if line[key] is None else f"{float(str(line[key])):,.1f}" for line in lines]
     return Column(header, cells, right=True)
+
+
+def has_rate(line: Line) -> bool:
+    """Whether the line's GB/s are those of a transfer. Older runs also have some of a layer's whole step."""
+    return bool(line["gbps_wire"]) and line["op"] in EXCHANGES
 
 
 def of_link(line: Line) -> str:

@@ -53,13 +53,15 @@ def layer_sentences(lines: Sequence[Line]) -> Iterator[str]:
     ['a step of 8 tokens a rank takes 10 us, 1.6 M tokens/s: experts 70%, router 20%']
     """
     cases = layer_parts(lines)
-    for case in cases[:MOST_SENTENCES]:
-        step = next(line for line in case.lines if line["op"] == STEP)
-        which = f"{case.case}: " * (len(cases) > 1)
+    steps = [next(line for line in case.lines if line["op"] == STEP) for case in cases]
+    told_apart = len({step["tokens"] for step in steps}) == len(steps)
+    for case, step in list(zip(cases, steps, strict=True))[:MOST_SENTENCES]:
+        which = "" if told_apart else f"{case.case}: "
+        tokens = "1 token" if step["tokens"] == 1 else f"{step['tokens']} tokens"
         rate = f", {compact(float(str(step['tokens_per_s'])))} tokens/s" if step["tokens_per_s"] else ""
         longest = sorted(case.means, key=lambda part: -case.means[part])[:NAMED_PARTS]
         shares = ", ".join(f"{part} {case.means[part] / case.step:.0%}" for part in longest if case.step)
-        yield f"{which}a step of {step['tokens']} tokens a rank takes {_plain(case.step)}{rate}: {shares}"
+        yield f"{which}a step of {tokens} a rank takes {_plain(case.step)}{rate}: {shares}"
 
 
 def _plain(us: float) -> str:

@@ -32,7 +32,7 @@ from raymoe.report.compare import (
 )
 from raymoe.report.directory import write_atomically
 from raymoe.report.environment import busy
-from raymoe.report.exchange_figures import of_link
+from raymoe.report.exchange_figures import has_rate, of_link
 from raymoe.report.figure import Figure, figure_body, picture_html, style_sheet
 from raymoe.report.history import environments
 from raymoe.report.layer_parts import layer_sentences
@@ -235,11 +235,12 @@ def _cards(lines: Sequence[Line], several: bool) -> Iterator[tuple[str, str, str
     for op, of_op in by_op.items():
         tokens = max(integer(line, "tokens") if line["tokens"] else 0 for line in of_op)
         named = {"exchange": "dispatch and combine", "step": "step"}.get(str(op), str(op))
-        best = min((line for line in of_op if (line["tokens"] or 0) == tokens), key=us)
-        rate = f", {three_digits(gbps(best))} GB/s{of_link(best)}" if best["gbps_wire"] else ""
+        compared = [line for line in of_op if (line["tokens"] or 0) == tokens]
+        best = min(compared, key=us)
+        rate = f", {three_digits(gbps(best))} GB/s{of_link(best)}" if has_rate(best) else ""
         rate += f", {compact(float(str(best['tokens_per_s'])))} tokens/s" if best["tokens_per_s"] else ""
         where = f"{named} of {tokens} tokens a rank" if tokens else named
-        yield f"{'fastest ' * (len(of_op) > 1)}{where}", duration(us(best)), f"{by(best, 'backend')}{rate}"
+        yield f"{'fastest ' * (len(compared) > 1)}{where}", duration(us(best)), f"{by(best, 'backend')}{rate}"
 
 
 # Config and environment.

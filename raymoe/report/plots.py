@@ -16,6 +16,7 @@ from raymoe.report.figure import Figure, figure_file
 from raymoe.report.layer_parts import layer_figures
 from raymoe.report.layer_times import layer_parts
 from raymoe.report.loads import load_figures, rank_load_figures
+from raymoe.report.losses import loss_figures
 from raymoe.report.product_curves import product_figures
 from raymoe.report.results import Line, displayed
 from raymoe.report.slow_steps import slow_step_figures
@@ -35,6 +36,7 @@ def figures(lines: Sequence[Line], config: Mapping[str, object]) -> Iterator[Fig
     section = config.get("p2p")  # says put or get for copies whose case does not
     yield from copy_figures(ways_of(copies, str(section.get("protocol", "put")) if isinstance(section, dict) else ""))
     yield from layer_figures(lines)
+    yield from loss_figures(lines)
     for of_workload in by_workload(_without_single_layers(cold)):
         yield from exchange_figures(of_workload)
     yield from sms_figures(cold)

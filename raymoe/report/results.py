@@ -55,6 +55,7 @@ KEYS = (
     *("bytes_wire", "gbps_wire", "gbps_link", "bytes_net", "bytes_memory", "gbps_memory", "bytes_weights"),
     *("tflops", "tokens_per_s", "bytes_peak", "bytes_kept"),
     *("expert_load_imbalance", "expert_load", "rows_busiest", "rows_capacity"),
+    *("losses", "starts"),
     *("verified", "max_error", "device", "commit"),
 )
 
@@ -63,7 +64,7 @@ LATER_KEYS = frozenset(
         *("beside", "l2", "leaves_out", "skipped", "host_us_p50", "timeline", "expert_load_imbalance", "expert_load"),
         *("stages", "bytes_memory", "gbps_memory", "bytes_peak", "bytes_kept", "domains", "bytes_net"),
         *("chunks", "runs", "rows", "ffn", "bytes_weights", "tflops", "tokens_per_s", "stopped"),
-        *("us_by_rank", "us_over_steps", "gbps_link", "rows_busiest", "rows_capacity"),
+        *("us_by_rank", "us_over_steps", "gbps_link", "rows_busiest", "rows_capacity", "losses", "starts"),
     }
 )
 """Keys that lines of earlier versions lack. They are read as null."""
@@ -109,6 +110,16 @@ def times(value: object) -> bool:
     return isinstance(value, list) and len(value) <= MOST_POINTS and all(number(us) and us >= 0 for us in value)
 
 
+def losses(value: object) -> bool:
+    """Whether a value is a list of steps and their losses."""
+    return isinstance(value, list) and len(value) <= MOST_POINTS and all(map(_is_pair, value))
+
+
+def starts(value: object) -> bool:
+    """Whether a value is a list of the steps from which generations went on."""
+    return isinstance(value, list) and len(value) <= MOST_POINTS and all(map(count, value))
+
+
 def rank_times(value: object) -> bool:
     """Whether a value is a list of the median and the 99th percentile of each rank."""
     return isinstance(value, list) and len(value) <= MOST_RANK_TIMES and all(map(_is_pair, value))
@@ -120,6 +131,8 @@ def _is_pair(value: object) -> bool:
 
 WANTED |= {
     times: f"a list of at most {MOST_POINTS} times",
+    losses: f"a list of at most {MOST_POINTS} steps and losses",
+    starts: f"a list of at most {MOST_POINTS} steps",
     rank_times: f"a list of two times of each of at most {MOST_RANK_TIMES} ranks",
     rank: f"a rank, or a number of ranks, up to {MOST_RANKS}",
     generation: f"the number of a generation, up to {MOST_GENERATION:,}",
@@ -138,6 +151,7 @@ KINDS |= dict.fromkeys(("rows", "ffn", "bytes_weights"), count)
 KINDS |= dict.fromkeys(("gbps_memory", "tflops", "tokens_per_s"), number)
 KINDS |= dict.fromkeys(("graph", "verified", "stopped"), flag) | {"timeline": timeline}
 KINDS |= {"expert_load_imbalance": number, "expert_load": load, "rows_busiest": count, "rows_capacity": count}
+KINDS |= {"losses": losses, "starts": starts}
 KINDS |= {"us_by_rank": rank_times, "us_over_steps": times, "gbps_link": number}
 """The kind of each key's value. A value may also be null, except for NEEDED keys."""
 

@@ -270,6 +270,9 @@ def device_bytes(case: Case) -> int:
         return products_bytes(job) + FLUSH_BYTES
     if job.workload == "layer":
         return _layer_device_bytes(job)
+    if job.workload == "train":
+        spec = spec_of(job)
+        return exchange_device_bytes(job, spec, 1) + train_bytes(job, spec)
     spec, asked = spec_of(job), job.overlap
     product = (asked.rows + asked.columns) * spec.hidden + 2 * asked.rows * asked.columns
     held = exchange_device_bytes(job, spec, batches_of(spec.tokens * spec.row_bytes))
@@ -303,6 +306,23 @@ def _layer_device_bytes(job: Job) -> int:
     batches = batches_of(spec.tokens * spec.row_bytes)
     held = exchange_device_bytes(job, spec, batches) + weights + link_bytes(spec, ranks)
     return held + _graphs_of_layer(job) * (rows + (weights if job.layer.backward else 0))
+
+
+def train_bytes(job: Job, spec: ExchangeSpec) -> int:
+    """Count weights, gradients and momentum of training, those of the unsharded model too, and the rows of all layers.
+
+    >>> from raymoe.config import load_job
+    >>> job = load_job("train")
+    >>> train_bytes(job, spec_of(job)) >> 20
+    12
+    """
+    wide, ranks, layers = ITEM_BYTES["float32"], job.world.ranks, job.train.layers
+    one = 3 * spec.hidden * job.shape.ffn
+    weights = layers * one * (spec.local_experts(ranks) + (spec.experts if job.steps.verify else 0))
+    weights += 2 * (2 * 256 + layers * spec.experts) * spec.hidden  # the tables of bytes and the routers, of both
+    width = spec.hidden + 3 * job.shape.ffn
+    rows = layers * width * (spec.rows(ranks) + (ranks * spec.tokens * spec.topk if job.steps.verify else 0))
+    return 3 * weights * wide + 2 * rows * wide
 
 
 def link_bytes(spec: ExchangeSpec, ranks: int) -> int:
@@ -362,6 +382,8 @@ def _case_bytes(job: Job, domains: int) -> int:
         # In float32 at worst: a processor that does not multiply the dtype itself holds its weights so.
         held += spec.local_experts(ranks) * 3 * spec.hidden * job.shape.ffn * ITEM_BYTES["float32"]
         held += link_bytes(spec, ranks)
+    if job.workload == "train":
+        held += train_bytes(job, spec)
     return held
 
 

@@ -11,7 +11,8 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[2]
-collect_ignore_glob = ["megatron_*.py", "torchtitan_*.py", "vllm_[mrw]*.py"]  # programs for the environments
+# Programs for the environments.
+collect_ignore_glob = ["deep_ep_*.py", "deepspeed_*.py", "megatron_*.py", "torchtitan_*.py", "vllm_[mrw]*.py"]
 
 
 def last_line(text: str) -> str:

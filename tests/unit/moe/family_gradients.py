@@ -17,7 +17,8 @@ from raymoe.exchange.spec import ExchangeSpec
 from raymoe.memory.world import World
 from raymoe.moe.experts import Experts, ModelWeights, local
 from raymoe.moe.families import Parts, parts_of
-from raymoe.moe.layer import Mlp, MoELayer, Norm
+from raymoe.moe.layer import MoELayer
+from raymoe.moe.layer_form import Mlp, Norm
 from raymoe.moe.router import Router
 from raymoe.moe.router_formulas import RouterForm
 

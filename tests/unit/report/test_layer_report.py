@@ -100,8 +100,21 @@ def test_shares_are_those_of_an_average_rank_so_that_waits_do_not_count_twice() 
 def test_a_sentence_says_how_long_a_step_is_and_what_takes_the_time() -> None:
     sentence = "a step of 512 tokens a rank takes 100 us, 2 M tokens/s: experts 70%, combine 30%"
     assert sentence in render(cpu_lines()).splitlines()
-    two = render([*cpu_lines(case="tokens=1"), *cpu_lines(case="tokens=2")])
-    assert f"tokens=2: {sentence}" in two.splitlines()
+    two = render([*cpu_lines(case="shared=1"), *cpu_lines(case="shared=2")])
+    assert f"shared=2: {sentence}" in two.splitlines()
+    one = [line | {"tokens": 1} for line in cpu_lines(case="tokens=1")]
+    both = render([*one, *cpu_lines(case="tokens=512")]).splitlines()
+    assert sentence in both and sentence.replace("512 tokens", "1 token") in both
+
+
+def test_an_older_line_of_a_step_shows_no_bandwidth() -> None:
+    """The time of a whole layer is no time of a transfer."""
+    lines = [line | {"gbps_wire": 77.7} if line["op"] == "step" else line for line in cpu_lines()]
+    (figure,) = figures([line for line in lines if line["op"] == "step"], {})
+    assert "GB/s" not in figure.panels[0].picture.rows[0].value
+    over_tokens = [*lines, *(line | {"case": "tokens=1", "tokens": 1} for line in lines)]
+    (step,) = (figure for figure in figures(over_tokens, {}) if figure.stem == "layer-step")
+    assert [panel.picture.title for panel in step.panels] == ["Time"]
 
 
 def test_each_rank_has_a_bar_and_many_ranks_have_one_together() -> None:

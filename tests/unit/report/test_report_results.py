@@ -14,7 +14,7 @@ hidden ffn experts topk dtype routing seed layout alignment padding sms stages b
 samples runs us_p50 us_p99 us_min us_max us_by_rank us_over_steps host_us_p50 timeline
 bytes_wire gbps_wire gbps_link bytes_net bytes_memory gbps_memory
 bytes_weights tflops tokens_per_s bytes_peak bytes_kept expert_load_imbalance expert_load
-rows_busiest rows_capacity verified max_error
+rows_busiest rows_capacity losses starts verified max_error
 device commit
 """
 

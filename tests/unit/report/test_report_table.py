@@ -241,7 +241,7 @@ def test_the_overview_shows_state_and_cases_of_each_run(tmp_path):
         with RunDirectory.create(tmp_path / name, name) as run:
             run.write_config({})
             run.add_case(exchange_case("host", 5.0, run.run))
-            run.write_summary(Summary.of(code, "rank 1 is wrong" if code else "", ["backend=host"], run.finished()))
+            run.write_summary(Summary.of(code, "rank 1 is wrong" if code else "done", ["backend=host"], run.finished()))
     with RunDirectory.create(tmp_path / "c", "c") as run:
         run.write_config({})
         text = overview([Record.read(tmp_path / name) for name in "abc"])

@@ -154,6 +154,19 @@ def test_the_limit_of_the_links_is_beside_each_number(pool: RankPool) -> None:
     assert all(slow[op] < plain[op] for op in plain) and slow["exchange"] == pytest.approx(slow["dispatch"], rel=0.2)
 
 
+def test_a_stop_while_the_limit_is_measured_keeps_the_lines_of_the_case(pool: RankPool) -> None:
+    for lines, stopped in pool.run(2, stopped_in_the_limit):
+        assert [line["op"] for line in lines] == ["dispatch", "combine", "exchange"] and stopped
+        assert all(line["samples"] == 4 and line["gbps_link"] is None for line in lines)
+
+
+def stopped_in_the_limit(world: World) -> tuple[Lines, bool]:
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(Channels, "send", lambda *_: (world.abort("the gang is being stopped"), world.waiter.check()))
+        lines, _ = run_cases(world, job("exchange", 2))
+    return lines, isinstance(world.waiter.interrupted, Aborted)
+
+
 def limit_of_slow_copies(world: World) -> tuple[dict[str, float], dict[str, float]]:
     case = Job.model_validate(job("exchange", 4)).cases()[0]
     traffic = ExchangeTraffic.of([[0, 9, 9, 9]] * 4, 1000)
