@@ -56,7 +56,7 @@ test-all: $(STAMP) ## run the tests that `make test` leaves out, and no other on
 	$(call HALVES,-m $(THOROUGH))
 
 hosts: $(STAMP) ## run raymoe inside torchtitan, Megatron-Core, vLLM and DeepSpeed, which are installed into .hosts/ (15 minutes and more)
-	$(BIN)/pytest -m $(THOROUGH) tests/hosts
+	$(BIN)/pytest -m $(THOROUGH) -o faulthandler_timeout=1800 tests/hosts
 
 durations: $(STAMP) ## time every test file of `make test` and `make test-all` (needs an idle machine)
 	rm -f benchmarks/test_durations.new

@@ -88,23 +88,26 @@ def about(seconds: float) -> str:
     return f"{seconds / 60:.0f} min" if seconds < 7200 else f"{seconds / 3600:.1f} h"
 
 
-_LINE = re.compile(r"^case ([0-9]+)/([0-9]+) .*?(?:[;,] about ([0-9.]+ (?:s|min|h)) left)?$", re.MULTILINE)
+# Ray puts the name of a process in brackets before a line that came from another process than the job's own.
+_LINE = re.compile(
+    r"^(?:\([^()\n]*\) )?(case|step) ([0-9]+)/([0-9]+)\b.*?(?:[;,] about ([0-9.]+ (?:s|min|h)) left)?$", re.MULTILINE
+)
 _LAST_CHARACTERS = 100_000
 
 
 def last_progress(log: str) -> str:
-    """Read where a run is from its log; empty if it has no progress line.
+    """Read where a run or a program is from its log; empty if it has no progress line.
 
     >>> last_progress("case 1/6 a: done\\ncase 2/6 b: step 7/50; 4 more cases, about 3 min left\\nother\\n")
     'case 2/6, about 3 min left'
-    >>> last_progress("case 1/6 a: done\\n"), last_progress("")
-    ('case 1/6', '')
+    >>> last_progress("case 1/6 a: done\\n"), last_progress(""), last_progress("(Trainer pid=7) step 8/24: loss 4.1\\n")
+    ('case 1/6', '', 'step 8/24')
     """
     lines = _LINE.findall(log[-_LAST_CHARACTERS:])
     if not lines:
         return ""
-    case, cases, left = lines[-1]
-    return f"case {case}/{cases}" + (f", about {left} left" if left else "")
+    kind, number, all_of_them, left = lines[-1]
+    return f"{kind} {number}/{all_of_them}" + (f", about {left} left" if left else "")
 
 
 class ProgressBar:

@@ -46,6 +46,7 @@ ELSEWHERE = {
     "export RAY_API_SERVER_ADDRESS=http://HOST:8265": "tests/gang/test_docs.py",  # with the address of the head
     "raymoe submit quickstart": "tests/gang/test_submit_command.py",
     "raymoe submit quickstart --detach": "tests/gang/test_submit_command.py",
+    "raymoe submit train": "tests/hosts/test_training_job.py",
     "raymoe attach ID": "tests/gang/test_submit_command.py",
     "raymoe logs ID": "tests/gang/test_submit_command.py",
     "raymoe stop ID": "tests/gang/test_submit_command.py",

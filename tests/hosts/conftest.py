@@ -53,7 +53,12 @@ def on_ranks() -> Run:
     def run(host: str, ranks: int, module: str, *arguments: str) -> str:
         python = python_of(host)
         torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks), "-m"]
-        environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
+        environment = {
+            **os.environ,
+            "PYTHONPATH": f"{ROOT}:{ROOT / 'examples'}",
+            "OMP_NUM_THREADS": "1",
+            "GLOO_SOCKET_IFNAME": "lo",
+        }
         done = subprocess.run(
             [str(python), *(torchrun if ranks else ["-m"]), module, *arguments],
             capture_output=True,

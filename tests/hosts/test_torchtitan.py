@@ -71,7 +71,7 @@ def losses(on_ranks: Run, folder: Path, *arguments: str) -> dict[int, float]:
     ranks = ["--parallelism.expert_parallel_degree", "2", "--parallelism.spmd_backend", "partial_dtensor"]
     data = ["--hf_assets_path", str(folder / "tokenizer"), "--dataloader.dataset_path", str(folder / "text")]
     options = ["--module", "qwen3", "--config", "qwen3_moe_debug", "--training.steps", "4", "--debug.seed", "7"]
-    attention = ["--override.imports", "tests.hosts.torchtitan_on_cpu.sdpa"]
+    attention = ["--override.imports", "torchtitan_on_ray.cpu.sdpa"]
     output = on_ranks("torchtitan", 2, TRAIN, *options, *data, *shape, *ranks, *attention, *arguments)
     plain = re.sub(r"\x1b\[[0-9;]*m", "", output)
     return {int(step): float(loss) for step, loss in re.findall(r"step: +(\d+) +loss: +([0-9.]+)", plain)}

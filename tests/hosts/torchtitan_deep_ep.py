@@ -13,8 +13,9 @@ import warnings
 from typing import Any
 from unittest import mock
 
+import torchtitan_on_ray.cpu  # noqa: F401 - before the other modules of torchtitan
+
 import tests.hosts.deep_ep_installed as installed
-import tests.hosts.torchtitan_on_cpu  # noqa: F401 - before the other modules of torchtitan
 
 # isort: split
 import torch

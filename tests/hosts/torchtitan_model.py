@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
-import tests.hosts.torchtitan_on_cpu as on_cpu  # before the other modules of torchtitan
+import torchtitan_on_ray.cpu as on_cpu  # before the other modules of torchtitan
 
 # isort: split
 import torch
@@ -114,7 +114,7 @@ def build(case: Case, host: str) -> tuple[torch.nn.Module, list[str]]:
     spec.model.layers = spec.model.layers[:2]
     training = TrainingConfig(local_batch_size=BATCH, seq_len=LENGTH, mixed_precision_param="float32")
     spec.model.update_from_config(config=types.SimpleNamespace(parallelism=parallelism, training=training))
-    imports = ["tests.hosts.torchtitan_on_cpu.sdpa"]
+    imports = ["torchtitan_on_ray.cpu.sdpa"]
     imports += [] if case.compiled else [f"{HERE}.float32_experts"]  # grouped products are compiled for bfloat16 only
     imports += ["raymoe.integrations.torchtitan.dispatcher"] if host == RAYMOE else []
     lines = apply_overrides(OverrideConfig(imports=imports), spec.model)

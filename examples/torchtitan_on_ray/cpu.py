@@ -1,4 +1,4 @@
-"""What torchtitan 0.3 lacks on CPU ranks with torch 2.13, without a change to what is tested. Import it first."""
+"""What torchtitan 0.3 lacks on CPU ranks with torch 2.13. Import it before other modules of torchtitan."""
 
 from __future__ import annotations
 
