@@ -11,7 +11,12 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[2]
-collect_ignore_glob = ["megatron_*.py", "torchtitan_*.py", "vllm_[mrw]*.py"]  # programs for the environments
+collect_ignore_glob = [
+    "megatron_*.py",
+    "torchtitan_*.py",
+    "transformers_*.py",
+    "vllm_[mrw]*.py",
+]  # programs for the environments
 
 
 def last_line(text: str) -> str:
