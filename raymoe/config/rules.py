@@ -92,12 +92,24 @@ def _capacity_suffices(job: Job) -> tuple[str, str] | None:
     """No id is masked, so R ranks receive R*T*K rows together, and at least one receives T*K or more."""
     routing, rows = job.routing, job.shape.tokens * job.shape.topk
     capacity = job.exchange.capacity
-    if capacity == "worst" or routing.masked > 0 or routing.ragged or routing.kind == "trace":
+    if (
+        capacity == "worst"
+        or job.exchange.layout == "token"
+        or routing.masked > 0
+        or routing.ragged
+        or routing.kind == "trace"
+    ):
         return None
     if capacity >= (1 if isinstance(capacity, float) else rows):
         return None
     way_out = "write 1.0 or more, or worst" if isinstance(capacity, float) else f"write {rows} or more, or worst"
     return f"capacity {capacity} overflows with any routing, since one rank receives at least {rows} rows", way_out
+
+
+def _experts_take_their_rows(job: Job) -> tuple[str, str] | None:
+    if job.exchange.layout != "token":
+        return None
+    return f"the experts of workload {job.workload} take no rows by token", "write expert or rank"
 
 
 def _dispatch_sends_the_dtype(job: Job) -> tuple[str, str] | None:
@@ -394,6 +406,7 @@ RULES = (
         ("exchange.capacity", "shape.tokens", "shape.topk", "routing.kind", "routing.masked", "routing.ragged"),
         _capacity_suffices,
     ),
+    Rule(("layer", "overlap"), ("exchange.layout", "workload"), _experts_take_their_rows),
     Rule(MOE, ("exchange.wire.dispatch", "shape.dtype"), _dispatch_sends_the_dtype),
     Rule(
         MOE,

@@ -273,8 +273,9 @@ class ExchangeSection(Section):
     transport: Literal["auto", "copy_engine"] = Field(default="auto", examples=["copy_engine"])
     """Transport of the rows of dispatch. auto: the backend's own way. copy_engine (staged only): the copy engine sends
     all rows to every rank and occupies no SM."""
-    layout: Literal["expert", "rank"] = Field(default="expert", examples=["rank"])
-    """Order of received rows: by expert, or as they arrive from each rank."""
+    layout: Literal["expert", "rank", "token"] = Field(default="expert", examples=["rank"])
+    """Received rows: expert by expert, as they arrive from each rank, or one row for each token and rank (token), which
+    workload exchange has. deepep_v2 and nccl_ep give such rows with rank and token."""
     alignment: int = Field(default=16, ge=1, le=MOST_ALIGNMENT, examples=[128])
     """The rows of each expert start at a multiple of this many rows, as a grouped matrix product wants them."""
     padding: Literal["any", "zero"] = Field(default="any", examples=["zero"])
@@ -286,8 +287,9 @@ class ExchangeSection(Section):
         default="worst", examples=[8192, 1.25]
     )
     """C, the most rows that a rank can receive: enough for the worst routing (worst), or a number. A number with a
-    decimal point is a factor of the mean, tokens x topk rows, to which the gaps between experts come. If more arrive,
-    all ranks refuse the step, and the run ends with exit code 7."""
+    decimal point is a factor of the mean, tokens x topk rows, to which the gaps between experts come; with layout token
+    of tokens x the smaller of topk and ranks. If more arrive, all ranks refuse the step, and the run ends with exit
+    code 7."""
     wire: Annotated[WireSection, BeforeValidator(_name_or_mapping)] = Field(
         default=WireSection(), examples=["float8_e4m3"]
     )

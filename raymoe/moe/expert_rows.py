@@ -27,6 +27,7 @@ from raymoe.moe.expert_kernels import (
     Places,
     WeighGradients,
 )
+from raymoe.rows.operator_definitions import define
 from raymoe.rows.pipe_tensors import as_dense
 from raymoe.rows.row_results import new_halved, new_like
 
@@ -106,7 +107,7 @@ def weigh_gradients(dy: Tensor, weights: Tensor, offsets: Tensor, rows: Tensor |
     return d_weights
 
 
-# The operators. As in raymoe/moe/differentiable.py they are defined without `torch.library.custom_op`.
+# The operators.
 
 _GATE = "bool interleaved, float alpha, float limit, float up_plus"
 _ROWS = "Tensor offsets, Tensor counts"
@@ -119,8 +120,7 @@ _SCHEMAS = {
     " -> (Tensor d_gate_up, Tensor d_weights)",
     "weigh_gradients": "(Tensor(a!) dy, Tensor weights, Tensor offsets, Tensor? rows) -> Tensor",
 }
-for _name, _schema in _SCHEMAS.items():
-    torch.library.define(f"raymoe::{_name}", _schema, tags=torch.Tag.pt2_compliant_tag)
+define(_SCHEMAS)
 _ops: Any = torch.ops.raymoe
 _DEVICES = ("cpu", "cuda")
 

@@ -7,6 +7,8 @@ after the other's, and reads no other rows.
 
 from __future__ import annotations
 
+import sys
+from collections.abc import Iterator
 from dataclasses import dataclass
 from math import inf
 from typing import Any
@@ -20,6 +22,7 @@ from raymoe.memory.world import World
 from raymoe.moe.expert_kernels import ActivationForm
 from raymoe.moe.expert_rows import Groups, add_expert_bias
 from raymoe.moe.product_operators import Added, gate_experts, multiply_experts, streams_weights
+from raymoe.moe.taken_over import refuse_in_fsdp
 from raymoe.moe.torch_products import multiply_by_torch
 from raymoe.rows.activation import swiglu
 
@@ -105,6 +108,10 @@ class Experts(nn.Module):
     saved_by_rank = False
     """Whether the program saves each rank's experts in a file of its own. Then `state_dict` gives them as plain tensors
     also where torch.distributed.checkpoint would take them for replicas."""
+    casts = False
+    """Whether the weights are wider than the rows, and are cast to their dtype in each forward pass."""
+    spread = False
+    """Whether other ranks have other experts."""
 
     def __init__(self, weights: ModelWeights, activation: Activation = SWIGLU) -> None:
         super().__init__()
@@ -113,6 +120,13 @@ class Experts(nn.Module):
             value = getattr(weights, name)
             ready = value is None or isinstance(value, nn.Parameter)
             self.register_parameter(name, value if ready else nn.Parameter(value))
+
+    def named_parameters(
+        self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
+    ) -> Iterator[tuple[str, nn.Parameter]]:
+        """Return what every module returns, but refuse FSDP2 that would spread these parameters."""
+        refuse_in_fsdp(self, sys._getframe(1))
+        return super().named_parameters(prefix, recurse, remove_duplicate)
 
     def forward(
         self,
@@ -146,6 +160,8 @@ class Experts(nn.Module):
         self, x: torch.Tensor, groups: Groups, weights: torch.Tensor | None, expected_rows: float
     ) -> torch.Tensor:
         gate_up_proj, down_proj = self._outputs_first(self.gate_up_proj), self._outputs_first(self.down_proj)
+        if self.casts:  # biases are added in float32 as they are
+            gate_up_proj, down_proj = gate_up_proj.to(x.dtype), down_proj.to(x.dtype)
         gate_up_bias, bias = local(self.gate_up_proj_bias), local(self.down_proj_bias)
         if _in_kernels(x):
             gated = Added(gate_up_bias, weights, expected_rows, gaps_are_zero=True)
@@ -163,7 +179,7 @@ class Experts(nn.Module):
 
         It has SwiGLU alone, no biases and no gradients.
         """
-        if torch.compiler.is_compiling() or torch.is_grad_enabled():
+        if torch.compiler.is_compiling() or torch.is_grad_enabled() or self.casts:
             return False
         if self.activation != SWIGLU or self.gate_up_proj_bias is not None or self.down_proj_bias is not None:
             return False
@@ -195,6 +211,7 @@ def shard(experts: Experts, world: World) -> None:
 
     Without a group they stay plain, and `state_dict` refuses where they would be saved as replicas.
     """
+    experts.spread = world.size > 1
     if _are_shards(experts):
         return
     if world.process_group is None:

@@ -4,7 +4,7 @@ On GPUs rows of bfloat16 go through the tensor cores, which multiply bfloat16 ex
 float32 number is the sum of two bfloat16 numbers, which hold 16 of its bits. The logits are as exact with them as with
 a weight of bfloat16: the sum over the columns rounds more.
 
-docs/experiments/router_logits.md has the times.
+docs/evidence/experiments/router_logits.md has the times.
 """
 
 from __future__ import annotations
@@ -13,6 +13,8 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+
+from raymoe.rows.operator_definitions import define
 
 FEW = 512
 """The rows from which on it pays to split float32 numbers. Products of fewer rows stay in float32."""
@@ -30,14 +32,13 @@ def logits_of(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     return logits if bias is None else logits + bias.float()
 
 
-# The operators of GPUs. `torch.library.custom_op` would load torch's compiler at the first call, which takes a second.
+# The operators of GPUs.
 
 _SCHEMAS = {
     "router_logits": "(Tensor x, Tensor weight) -> Tensor",
     "router_logits_backward": "(Tensor dlogits, Tensor x, Tensor weight) -> (Tensor dx, Tensor dweight)",
 }
-for _name, _schema in _SCHEMAS.items():
-    torch.library.define(f"raymoe::{_name}", _schema, tags=torch.Tag.pt2_compliant_tag)
+define(_SCHEMAS)
 _ops: Any = torch.ops.raymoe
 
 

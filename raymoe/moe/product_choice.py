@@ -7,8 +7,8 @@ from math import inf
 from raymoe.moe.products import FEW, MANY, SOME, TileClass
 
 CHOICES: tuple[tuple[float, TileClass | None], ...] = ((16.0, None), (72.0, FEW), (144.0, SOME), (inf, MANY))
-"""Rows of an expert, on average, up to which each is the fastest. None is few_rows.cu (docs/experiments/few_rows.md),
-which has SwiGLU alone; the others are classes of product.cu."""
+"""Rows of an expert, on average, up to which each is the fastest. None is few_rows.cu (docs/evidence/experiments/
+few_rows.md), which has SwiGLU alone; the others are classes of product.cu."""
 
 
 def choose(expected_rows: float, few_rows: bool) -> TileClass | None:

@@ -24,6 +24,7 @@ from raymoe.moe.product_choice import choose
 from raymoe.moe.products import Gate, Product, TileClass
 from raymoe.moe.torch_products import check_dtype, multiply_by_torch, outer_by_torch
 from raymoe.rows.direct import directly, needs_gradient
+from raymoe.rows.operator_definitions import define
 from raymoe.rows.pipe_tensors import as_dense
 
 PLAIN = ActivationForm()
@@ -100,7 +101,7 @@ def _bounded(expected_rows: float, x: Tensor, weight: Tensor) -> float:
     return min(expected_rows, len(x) / max(1, weight.shape[0]))
 
 
-# The operators. As in raymoe/moe/differentiable.py they are defined without `torch.library.custom_op`.
+# The operators.
 
 _OPERANDS = "Tensor x, Tensor weight, Tensor offsets, Tensor counts, Tensor? bias, Tensor? row_weights"
 _GATE = "bool interleaved, float alpha, float limit, float up_plus"
@@ -109,8 +110,7 @@ _SCHEMAS = {
     "grouped_gated": f"({_OPERANDS}, {_GATE}, float expected_rows, bool keep_gate_up, bool zero_gaps, "
     "bool gaps_are_zero) -> (Tensor y, Tensor gate_up)",
 }
-for _name, _schema in _SCHEMAS.items():
-    torch.library.define(f"raymoe::{_name}", _schema, tags=torch.Tag.pt2_compliant_tag)
+define(_SCHEMAS)
 _ops: Any = torch.ops.raymoe
 _DEVICES = ("cpu", "cuda")
 

@@ -9,6 +9,7 @@ from torch import Tensor, nn
 
 from raymoe.errors import ConfigError
 from raymoe.moe.expert_rows import Groups
+from raymoe.rows.operator_definitions import define
 
 
 def arithmetic_dtype(dtype: torch.dtype) -> torch.dtype:
@@ -48,8 +49,7 @@ _SCHEMAS = {
     "grouped_product": f"(Tensor rows, Tensor weight, {_PLACES}) -> Tensor",
     "grouped_outer": f"(Tensor dy, Tensor rows, {_PLACES}) -> Tensor",
 }
-for _name, _schema in _SCHEMAS.items():
-    torch.library.define(f"raymoe::{_name}", _schema, tags=torch.Tag.pt2_compliant_tag)
+define(_SCHEMAS)
 _ops: Any = torch.ops.raymoe
 
 

@@ -13,6 +13,7 @@ import raymoe.rows.row_launch as row_launch
 from raymoe.errors import ConfigError
 from raymoe.rows.direct import Computation, backward_directly, directly, needs_gradient
 from raymoe.rows.norm import check_columns
+from raymoe.rows.operator_definitions import operator
 from raymoe.rows.pipe_shape import limits_of
 from raymoe.rows.row_arguments import Plain, Quantised, ResultForm, check_rows, form_of, refuse_gradient
 from raymoe.rows.row_results import new_halved, new_like, new_quantised, quantised
@@ -119,7 +120,7 @@ def _zero_rest(rows: Tensor, valid: int | None) -> Tensor:
     return rows
 
 
-_swiglu = torch.library.custom_op("raymoe::swiglu", _compute_swiglu, mutates_args=())
+_swiglu = operator("swiglu", _compute_swiglu)
 
 
 @_swiglu.register_fake
@@ -136,7 +137,7 @@ def _compute_swiglu_backward(dy: Tensor, gate_up: Tensor, offsets: Tensor | None
     return _zero_rest(d_gate_up, valid)
 
 
-_swiglu_backward = torch.library.custom_op("raymoe::swiglu_backward", _compute_swiglu_backward, mutates_args=())
+_swiglu_backward = operator("swiglu_backward", _compute_swiglu_backward)
 
 
 @_swiglu_backward.register_fake
@@ -176,7 +177,7 @@ def _compute_weighted_swiglu(gate_up: Tensor, weights: Tensor, offsets: Tensor |
     return _zero_rest(y, valid)
 
 
-_weighted_swiglu = torch.library.custom_op("raymoe::weighted_swiglu", _compute_weighted_swiglu, mutates_args=())
+_weighted_swiglu = operator("weighted_swiglu", _compute_weighted_swiglu)
 
 
 @_weighted_swiglu.register_fake
@@ -196,9 +197,7 @@ def _compute_weighted_swiglu_backward(
     return _zero_rest(d_gate_up, valid), _zero_rest(d_weights, valid)
 
 
-_weighted_swiglu_backward = torch.library.custom_op(
-    "raymoe::weighted_swiglu_backward", _compute_weighted_swiglu_backward, mutates_args=()
-)
+_weighted_swiglu_backward = operator("weighted_swiglu_backward", _compute_weighted_swiglu_backward)
 
 
 @_weighted_swiglu_backward.register_fake
@@ -260,7 +259,7 @@ def _compute_swiglu_fp8(
     return quantised(rows, column)
 
 
-_swiglu_fp8 = torch.library.custom_op("raymoe::swiglu_fp8", _compute_swiglu_fp8, mutates_args=())
+_swiglu_fp8 = operator("swiglu_fp8", _compute_swiglu_fp8)
 
 
 @_swiglu_fp8.register_fake

@@ -18,6 +18,7 @@ import raymoe.rows.row_launch as row_launch
 from raymoe.errors import ConfigError, shown
 from raymoe.rows.direct import Computation, backward_directly, directly, needs_gradient
 from raymoe.rows.expression import Expression, parse
+from raymoe.rows.operator_definitions import operator
 from raymoe.rows.operators import OUTGOING, code, evaluate, gradients
 from raymoe.rows.pipe_shape import NO_LIMITS, limits_of
 from raymoe.rows.row_arguments import PLAIN, ResultForm, check_rows
@@ -91,7 +92,7 @@ def _code_of_sum(terms: int) -> str:
     return code(parse(" + ".join(f"x{number}" for number in range(terms))))
 
 
-_sum_terms = torch.library.custom_op("raymoe::sum_terms", _compute_sum, mutates_args=())
+_sum_terms = operator("sum_terms", _compute_sum)
 
 
 @_sum_terms.register_fake
@@ -209,7 +210,7 @@ def _full_shape(names: Sequence[str], inputs: Sequence[Tensor]) -> torch.Size:
     return full
 
 
-_pointwise = torch.library.custom_op("raymoe::pointwise", _compute_pointwise, mutates_args=())
+_pointwise = operator("pointwise", _compute_pointwise)
 
 
 @_pointwise.register_fake
@@ -262,9 +263,7 @@ def _over_vector(whole: Tensor, shape: torch.Size) -> Tensor:
     return whole.sum(dim=-1, keepdim=True, dtype=torch.float32)
 
 
-_pointwise_backward = torch.library.custom_op(
-    "raymoe::pointwise_backward", _compute_pointwise_backward, mutates_args=()
-)
+_pointwise_backward = operator("pointwise_backward", _compute_pointwise_backward)
 
 
 @_pointwise_backward.register_fake

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from typing import Any, Unpack, overload
 
-import torch
 from torch import Tensor
 
 import raymoe.rows.formulas as formulas
@@ -17,6 +16,7 @@ import raymoe.rows.norm_kernels as kernels
 import raymoe.rows.row_launch as row_launch
 from raymoe.errors import ConfigError
 from raymoe.rows.direct import Computation, backward_directly, directly, needs_gradient
+from raymoe.rows.operator_definitions import operator
 from raymoe.rows.pipe_shape import limits_of
 from raymoe.rows.row_arguments import (
     Plain,
@@ -176,7 +176,7 @@ def _summed(x: Tensor, residual: Tensor | None) -> tuple[Tensor, Tensor]:
     return total, total
 
 
-_rms_norm = torch.library.custom_op("raymoe::rms_norm", _compute_rms_norm, mutates_args=())
+_rms_norm = operator("rms_norm", _compute_rms_norm)
 
 
 @_rms_norm.register_fake
@@ -201,7 +201,7 @@ def _compute_rms_norm_backward(
     return new_like(rows).copy_(drows), dweight.to(weight.dtype)
 
 
-_rms_norm_backward = torch.library.custom_op("raymoe::rms_norm_backward", _compute_rms_norm_backward, mutates_args=())
+_rms_norm_backward = operator("rms_norm_backward", _compute_rms_norm_backward)
 
 
 @_rms_norm_backward.register_fake
@@ -278,7 +278,7 @@ def _compute_rms_norm_fp8(
     return *quantised(formulas.rms_norm(rows, weight, eps), column), total
 
 
-_rms_norm_fp8 = torch.library.custom_op("raymoe::rms_norm_fp8", _compute_rms_norm_fp8, mutates_args=())
+_rms_norm_fp8 = operator("rms_norm_fp8", _compute_rms_norm_fp8)
 
 
 @_rms_norm_fp8.register_fake
@@ -297,7 +297,7 @@ def _compute_layer_norm(x: Tensor, weight: Tensor, bias: Tensor, eps: float, sms
     return new_like(x).copy_(formulas.layer_norm(x, weight, bias, eps))
 
 
-_layer_norm = torch.library.custom_op("raymoe::layer_norm", _compute_layer_norm, mutates_args=())
+_layer_norm = operator("layer_norm", _compute_layer_norm)
 
 
 @_layer_norm.register_fake
@@ -319,9 +319,7 @@ def _compute_layer_norm_backward(
     return new_like(x).copy_(dx), dweight.to(weight.dtype), dbias.to(weight.dtype)
 
 
-_layer_norm_backward = torch.library.custom_op(
-    "raymoe::layer_norm_backward", _compute_layer_norm_backward, mutates_args=()
-)
+_layer_norm_backward = operator("layer_norm_backward", _compute_layer_norm_backward)
 
 
 @_layer_norm_backward.register_fake
@@ -368,7 +366,7 @@ def _compute_layer_norm_fp8(
     return quantised(formulas.layer_norm(x, weight, bias, eps), column)
 
 
-_layer_norm_fp8 = torch.library.custom_op("raymoe::layer_norm_fp8", _compute_layer_norm_fp8, mutates_args=())
+_layer_norm_fp8 = operator("layer_norm_fp8", _compute_layer_norm_fp8)
 
 
 @_layer_norm_fp8.register_fake

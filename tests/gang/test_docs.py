@@ -26,7 +26,6 @@ from tests.unit.docs.doc_commands import COMMENTED, PAGES, Command, commented_co
 README = REPO / "README.md"
 READ_FIRST = [README, *(page for page in PAGES if page != README)]
 ELSEWHERE = {
-    "make run": "tests/gang/test_docs.py",  # `make` set up this test run; the command is `raymoe run quickstart`
     "make test": "tests/gang/test_docs.py",  # it runs this test
     "make test-all": "tests/gang/test_docs.py",  # or this one, which runs the commands of pages
     "make check": "Makefile",  # a half of `make test`
@@ -38,6 +37,7 @@ ELSEWHERE = {
         "tests/unit/exchange/peer/test_kernels_emulated.py"
     ),
     "pip install .": "tests/unit/house/test_packaging.py",
+    "pip install raymoe": "tests/gang/test_wheel.py",
     "ray start --head": "tests/gang/conftest.py",
     "ray job submit --working-dir . -- raymoe run quickstart": "tests/gang/test_submit.py",
     "prometheus --config.file=/tmp/ray/session_latest/metrics/prometheus/prometheus.yml": "tests/gang/test_metrics.py",

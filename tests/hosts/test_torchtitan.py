@@ -43,6 +43,14 @@ def test_it_works_with_tensor_parallelism(on_ranks: Run) -> None:
         judge(found["none"], 1e-5)
 
 
+@pytest.mark.parametrize("tp", ["1", "2"])
+def test_its_routers_take_recorded_routes(on_ranks: Run, tp: str) -> None:
+    """A pass that checkpointing repeats takes the same ones."""
+    for found in results_of(on_ranks("torchtitan", 2, MODEL, "replayed,full replayed", tp)):
+        for kind in ("replayed", "full replayed"):
+            judge(found[kind], 1e-5)
+
+
 def test_it_is_compiled_whole(on_ranks: Run) -> None:
     """torchtitan compiles blocks with fullgraph. Its own all-to-all does not compile on CPUs, so it runs eagerly."""
     for found in results_of(on_ranks("torchtitan", 2, MODEL, "compiled", "1")):
