@@ -55,7 +55,7 @@ endif
 test-all: $(STAMP) ## run the tests that `make test` leaves out, and no other ones: every case of every rule
 	$(call HALVES,-m $(THOROUGH))
 
-hosts: $(STAMP) ## run raymoe inside torchtitan, Megatron-Core, vLLM and DeepSpeed, which are installed into .hosts/ (15 minutes and more)
+hosts: $(STAMP) ## run raymoe inside the frameworks of docs/frameworks.md, which are installed into .hosts/ (20 minutes and more)
 	$(BIN)/pytest -m $(THOROUGH) -o faulthandler_timeout=1800 tests/hosts
 
 durations: $(STAMP) ## time every test file of `make test` and `make test-all` (needs an idle machine)

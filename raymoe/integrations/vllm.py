@@ -19,7 +19,11 @@ from vllm.forward_context import get_forward_context
 from vllm.logger import init_logger
 from vllm.model_executor.custom_op import op_registry_oot
 from vllm.model_executor.layers.fused_moe.routed_experts import RoutedExperts
-from vllm.model_executor.layers.fused_moe.topk_weight_and_reduce import TopKWeightAndReduceNoOP
+from vllm.model_executor.layers.fused_moe.topk_weight_and_reduce import (
+    TopKWeightAndReduceContiguous,
+    TopKWeightAndReduceDelegate,
+    TopKWeightAndReduceNoOP,
+)
 from vllm.model_executor.layers.fused_moe.utils import moe_kernel_quantize_input
 from vllm.platforms import current_platform
 
@@ -53,6 +57,7 @@ class RaymoePrepareAndFinalize(mk.FusedMoEPrepareAndFinalizeModular):  # type: i
             dtype=str(moe.in_dtype).removeprefix("torch."),
             wire=FP8 if self.fp8 else None,
             output="raw" if self.fp8 else "dequantised",
+            layout=options.layout,
             alignment=1,
             depth=0,
         )
@@ -103,21 +108,28 @@ class RaymoePrepareAndFinalize(mk.FusedMoEPrepareAndFinalizeModular):  # type: i
             a1, scales = moe_kernel_quantize_input(a1, quant_config.a1_scale, *quantised)
         most = _most_tokens(self.moe.moe_parallel_config.sp_size, len(a1))
         brought = self.rows.bring(a1, topk_ids, topk_weights, most, scales)
+        ids = brought.ids if current_platform.is_cuda() else brought.ids.clamp(min=0)  # the weight of no expert is 0
         counts = mk.ExpertTokensMetadata(expert_num_tokens=brought.counts, expert_num_tokens_cpu=None)
-        return brought.x, brought.scales, counts, brought.ids, brought.weights
+        return brought.x, brought.scales, counts, ids, brought.weights
 
     def finalize(
         self,
         output: torch.Tensor,
         fused_expert_output: torch.Tensor,
-        topk_weights: torch.Tensor,  # noqa: ARG002
-        topk_ids: torch.Tensor,  # noqa: ARG002
+        topk_weights: torch.Tensor,
+        topk_ids: torch.Tensor,
         apply_router_weight_on_input: bool,
         weight_and_reduce_impl: Any,
     ) -> None:
-        """Write the sums of the results to `output`. The combine multiplies by the weights that experts left out."""
-        weighted = not isinstance(weight_and_reduce_impl, TopKWeightAndReduceNoOP) and not apply_router_weight_on_input
-        self.rows.combine(fused_expert_output, weighted, output)
+        """Write the sums of the results to `output`. `topk_weights` and `topk_ids` are those of the rows."""
+        rows, reduce, weighted = fused_expert_output, weight_and_reduce_impl, False
+        if not isinstance(reduce, TopKWeightAndReduceNoOP):  # the experts have left weights and sums out
+            if self.rows.spec.layout == "expert":
+                weighted = not apply_router_weight_on_input
+            elif len(rows):
+                reduce = TopKWeightAndReduceContiguous() if isinstance(reduce, TopKWeightAndReduceDelegate) else reduce
+                rows = reduce.apply(None, rows, topk_weights, topk_ids, apply_router_weight_on_input)
+        self.rows.combine(rows, weighted, output)
 
 
 def _most_tokens(parts: int, here: int) -> int:

@@ -31,17 +31,22 @@ class Options:
     32
     >>> Options.of({"sm": 32})
     Traceback (most recent call last):
-    raymoe.errors.ConfigError: the options of raymoe have 'sm'; there are backend, sms, timeout_s
+    raymoe.errors.ConfigError: the options of raymoe have 'sm'; there are backend, sms, layout, timeout_s
     """
 
     backend: str = "auto"
     """The backend of the exchange: auto, fused, staged and so on."""
     sms: int | str = "auto"
     """The SMs of a GPU that its kernels may take."""
+    layout: str = "expert"
+    """`expert`: a row for each token and expert. `token`: a row for each token, once a rank. That needs a K-th of the
+    memory for rows, and a second dispatch for ids and weights."""
     timeout_s: float = 60.0
     """The limit of every wait for a peer."""
 
     def __post_init__(self) -> None:
+        if self.layout not in ("expert", "token"):
+            raise ConfigError(f"layout is {self.layout!r}; it is expert or token")
         if self.backend not in BACKENDS:
             raise ConfigError(f"backend is {self.backend!r}; it is one of {', '.join(backends_of('cpu', 'cuda'))}")
         Member(rank=0, size=1, timeout_s=self.timeout_s)
@@ -60,16 +65,17 @@ class Options:
 
 @dataclass(frozen=True)
 class Brought:
-    """The rows of this rank's experts, a row for each (token, expert)."""
+    """The rows of this rank's experts: one for each (token, expert), with k = 1, or with layout `token` one for each
+    token, with k = K."""
 
     x: torch.Tensor
     """[n, H]. Rows without an expert are unspecified; there are none of them where the rows are exact."""
     scales: torch.Tensor | None
     """float32[n, H / 128] of rows that crossed as fp8."""
     ids: torch.Tensor
-    """int32[n, 1]: the expert of each row; -1 where it has none."""
+    """int32[n, k]: the experts of each row; -1 where there is none."""
     weights: torch.Tensor
-    """float32[n, 1]"""
+    """float32[n, k]"""
     counts: torch.Tensor
     """int32[L]: the rows of each expert."""
 
@@ -117,20 +123,25 @@ class ExpertRowsOfLayer:
         got = exchange.dispatch_unkept(tokens, out)
         self._got = exchange, got
         there = got.count() if self.exact else len(out)
-        places = torch.arange(there, dtype=torch.int32, device=x.device)
+        # Scales lie column by column, and kernels of engines want them row by row.
+        row_scales = None if got.scales is None else got.scales[:there].contiguous()
+        local, row_weights = self._experts_of_rows(got, there)
+        row_ids = torch.where(local >= 0, local + self.first_id, -1)
+        return Brought(got.x[:there], row_scales, row_ids, row_weights, got.expert_counts)
+
+    def _experts_of_rows(self, got: Dispatched, there: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return the numbers of each row's experts on this rank, -1 where there is none, and the weights."""
+        if got.topk_idx is not None:
+            return got.topk_idx[:there], got.weights[:there]
+        places = torch.arange(there, dtype=torch.int32, device=got.weights.device)
         expert = torch.searchsorted(got.expert_offsets[1:], places, right=True, out_int32=True)
-        here = expert < len(got.expert_counts)
-        return Brought(
-            got.x[:there],
-            # Scales lie column by column, and kernels of engines want them row by row.
-            None if got.scales is None else got.scales[:there].contiguous(),
-            torch.where(here, expert + self.first_id, -1)[:, None],
-            got.weights[:there, None],
-            got.expert_counts,
-        )
+        return torch.where(expert < len(got.expert_counts), expert, -1)[:, None], got.weights[:there, None]
 
     def combine(self, rows: torch.Tensor, weighted: bool, out: torch.Tensor) -> None:
-        """Write the sum of each token's results to `out`, times the weights if `weighted`."""
+        """Write the sum of each token's results to `out`, times the weights if `weighted`.
+
+        With layout `token` a row is the weighted sum of its experts' results already.
+        """
         assert self._got is not None, "a combine follows a dispatch"
         (exchange, got), self._got = self._got, None
         rows = rows.reshape(-1, self.spec.hidden)

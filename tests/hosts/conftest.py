@@ -12,7 +12,14 @@ import pytest
 
 ROOT = Path(__file__).parents[2]
 # Programs for the environments.
-collect_ignore_glob = ["deep_ep_*.py", "deepspeed_*.py", "megatron_*.py", "torchtitan_*.py", "vllm_[mrw]*.py"]
+collect_ignore_glob = [
+    "deep_ep_*.py",
+    "deepspeed_*.py",
+    "megatron_*.py",
+    "torchtitan_*.py",
+    "transformers_*.py",
+    "vllm_[mrw]*.py",
+]
 
 
 def last_line(text: str) -> str:

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import subprocess
 import tomllib
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -36,9 +38,15 @@ def run_vllm(tmp_path: Path) -> RunVllm:
         python = python_of("vllm", without=("torchvision",))
         environment = {**os.environ, "PYTHONPATH": f"{ROOT}:{tmp_path}", "OMP_NUM_THREADS": "1", **variables}
         command = [str(python), "-m", module, *arguments]
-        done = subprocess.run(command, capture_output=True, text=True, timeout=500, env=environment, check=False)
-        assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-6000:]
-        return done
+        streams: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+        with subprocess.Popen(command, env=environment, start_new_session=True, **streams) as process:
+            try:
+                out, err = process.communicate(timeout=280)
+            finally:
+                with suppress(ProcessLookupError):  # none is left
+                    os.killpg(process.pid, signal.SIGKILL)
+        assert process.returncode == 0, out[-3000:] + err[-6000:]
+        return subprocess.CompletedProcess(command, 0, out, err)
 
     return run
 
@@ -48,13 +56,15 @@ def result_of(done: subprocess.CompletedProcess[str]) -> Any:
     return json.loads(done.stdout.splitlines()[-1])["result"]
 
 
-@pytest.mark.parametrize(("dtype", "bound"), [("float32", 1e-4), ("bfloat16", 0.2)])
-def test_two_ranks_generate_the_tokens_of_one_process(run_vllm: RunVllm, dtype: str, bound: float) -> None:
+@pytest.mark.parametrize(
+    ("dtype", "layout", "bound"), [("float32", "expert", 1e-4), ("bfloat16", "expert", 0.2), ("float32", "token", 1e-4)]
+)
+def test_two_ranks_generate_the_tokens_of_one_process(run_vllm: RunVllm, dtype: str, layout: str, bound: float) -> None:
     """Three calls: with uneven prompts, and with none on either rank. A rank that has none left still takes part.
 
     A step has two dispatches, one for each layer. There is a step for each token that the longest prompt gets.
     """
-    result = result_of(run_vllm("tests.hosts.vllm_model", dtype))
+    result = result_of(run_vllm("tests.hosts.vllm_model", dtype, layout))
     (alone,) = result["alone"]
     assert alone["loaded"] and alone["registered"]
     assert len({token for each in alone["found"] for token in each["tokens"]}) > 10, "tokens depend on the prompts"

@@ -5,6 +5,7 @@ from __future__ import annotations
 import subprocess
 import sys
 import textwrap
+from dataclasses import replace
 from typing import Any
 from unittest import mock
 
@@ -50,35 +51,42 @@ def wanted(x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor) -> torch.T
     return y
 
 
-def run_steps(world: World, exact: bool, weighted: bool) -> list[tuple[int, int]]:
-    """Run all steps; return how many rows the experts got in each, and how many of them had an expert."""
+def run_steps(world: World, exact: bool, weighted: bool, layout: str) -> list[tuple[int, int, int]]:
+    """Run all steps; return how many rows came in each, how many experts they had, and how many rows had one."""
     first = world.rank * (EXPERTS // world.size)
     seen = []
     with mock.patch.object(Exchange, "capturable", True):
-        rows = ExpertRowsOfLayer(world, SPEC, Options(), exact=exact, first_id=first)
+        rows = ExpertRowsOfLayer(world, replace(SPEC, layout=layout), Options(), exact=exact, first_id=first)
     for step, counts in enumerate(STEPS):
         x, ids, weights = tokens_of(world.rank, step)
         brought = rows.bring(x, ids, weights, max(counts))
-        assert brought.ids.dtype == torch.int32 and brought.ids.shape == brought.weights.shape == (len(brought.x), 1)
-        here = brought.ids[:, 0] >= 0
-        assert torch.equal(torch.bincount(brought.ids[here, 0] - first, minlength=3), brought.counts.long())
-        results = torch.where(here[:, None], apply_expert(brought.x, brought.ids[:, 0]), torch.nan)
+        assert brought.ids.dtype == torch.int32 and len(brought.ids) == len(brought.x)
+        assert brought.ids.shape == brought.weights.shape and brought.ids.shape[1] == (K if layout == "token" else 1)
+        here = brought.ids >= 0
+        assert torch.equal(torch.bincount(brought.ids[here] - first, minlength=3), brought.counts.long())
+        results = torch.where(here.any(1)[:, None], torch.zeros(len(here), H), torch.nan)
+        for k in range(here.shape[1]):
+            weight = 1 if weighted else brought.weights[:, k, None]
+            results += torch.where(here[:, k, None], weight * apply_expert(brought.x, brought.ids[:, k]), 0)
         out = torch.full_like(x, torch.nan)
-        if not weighted:
-            results *= brought.weights
         rows.combine(results[:, None], weighted, out)
         close(f"y of step {step}", out, wanted(x, ids, weights).double(), 1e-6)
-        seen.append((len(brought.x), int(here.sum())))
+        seen.append((len(brought.x), int(here.sum()), int(here.any(1).sum())))
     return seen
 
 
-@pytest.mark.parametrize(("exact", "weighted"), [(True, False), (False, True)])
-def test_uneven_steps_equal_a_layer_without_ranks(pool: RankPool, exact: bool, weighted: bool) -> None:
-    by_step = zip(*pool.run(2, run_steps, exact, weighted), strict=True)
+@pytest.mark.parametrize(
+    ("exact", "weighted", "layout"),
+    [(True, False, "expert"), (False, True, "expert"), (True, False, "token"), (False, False, "token")],
+)
+def test_uneven_steps_equal_a_layer_without_ranks(pool: RankPool, exact: bool, weighted: bool, layout: str) -> None:
+    by_step = zip(*pool.run(2, run_steps, exact, weighted, layout), strict=True)
     for step, (seen, size) in enumerate(zip(by_step, SIZES, strict=True)):
-        came = [there for _, there in seen]
-        assert sum(came) == sum(int((tokens_of(rank, step)[1] >= 0).sum()) for rank in range(2))
-        assert [rows for rows, _ in seen] == (came if exact else [2 * size * K] * 2)
+        assert sum(experts for _, experts, _ in seen) == sum(
+            int((tokens_of(rank, step)[1] >= 0).sum()) for rank in range(2)
+        )
+        static = 2 * size * (1 if layout == "token" else K)
+        assert [rows for rows, _, _ in seen] == ([rows for *_, rows in seen] if exact else [static, static])
 
 
 def test_experts_may_write_to_the_memory_of_the_output() -> None:
@@ -103,8 +111,9 @@ def test_what_no_graph_captures_is_refused() -> None:
 @pytest.mark.parametrize(
     ("chosen", "message"),
     [
-        ({"backends": "host"}, "have 'backends'; there are backend, sms, timeout_s"),
+        ({"backends": "host"}, "have 'backends'; there are backend, sms, layout, timeout_s"),
         ({"backend": "hots"}, "backend is 'hots'; it is one of auto"),
+        ({"layout": "rank"}, "layout is 'rank'; it is expert or token"),
         ({"timeout_s": 0}, "timeout_s"),
         (True, "the options of raymoe are True; give a mapping, which may be empty"),
     ],
@@ -156,10 +165,10 @@ def test_a_failed_wait_ends_the_process_and_names_the_rank() -> None:
         seen = [None, PeerTimeout("combine", 4, 1, 4, 3, 60.0, 0)]
         watch = FailureWatch(SimpleNamespace(rank=0))
         watch.add(SimpleNamespace(failure=lambda: seen.pop(0)))
-        time.sleep(30)
+        time.sleep(60)
     """
     run = [sys.executable, "-c", textwrap.dedent(program)]
-    ended = subprocess.run(run, capture_output=True, text=True, timeout=60, check=False)
+    ended = subprocess.run(run, capture_output=True, text=True, timeout=100, check=False)
     assert ended.returncode == 1
     assert ended.stderr.endswith(
         "cannot go on: rank 0 waited 60.0 s for rank 1 in combine (epoch 4): expected 4, seen 3\n"
