@@ -165,15 +165,14 @@ class Experts(OwnOfRank):
         self, x: torch.Tensor, groups: Groups, weights: torch.Tensor | None, expected_rows: float
     ) -> torch.Tensor:
         gate_up_proj, down_proj = self._outputs_first(self.gate_up_proj), self._outputs_first(self.down_proj)
-        if self.by_row:
-            expected_rows = -max(expected_rows, 1.0)  # as `Added` has it
         if self.casts:  # biases are added in float32 as they are
             gate_up_proj, down_proj = gate_up_proj.to(x.dtype), down_proj.to(x.dtype)
         gate_up_bias, bias = local(self.gate_up_proj_bias), local(self.down_proj_bias)
         if _in_kernels(x):
-            gated = Added(gate_up_bias, weights, expected_rows, gaps_are_zero=True)
+            gated = Added(gate_up_bias, weights, expected_rows, self.by_row, gaps_are_zero=True)
             h, _ = gate_experts(x, gate_up_proj, groups, gated, self.activation.form)
-            added = Added(bias if weights is None else None, None, expected_rows, zero_gaps=False, gaps_are_zero=True)
+            last_bias = bias if weights is None else None
+            added = Added(last_bias, None, expected_rows, self.by_row, zero_gaps=False, gaps_are_zero=True)
             y = multiply_experts(h, down_proj, groups, added)
             return y if bias is None or weights is None else add_expert_bias(y, bias, groups, weights)
         gate_up = multiply_by_torch(x, gate_up_proj, groups, self.by_row)

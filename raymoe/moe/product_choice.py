@@ -14,12 +14,7 @@ few_rows.md), which has SwiGLU alone; the others are classes of product.cu."""
 def choose(expected_rows: float, few_rows: bool) -> TileClass | None:
     """Return the class of tiles of product.cu; None: few_rows.cu, if that has this product (`few_rows`).
 
-    The sums of few_rows.cu have an order of their own. A negative number of rows means as many, without few_rows.cu.
-
     >>> choose(8.0, few_rows=True) is None, choose(8.0, few_rows=False) is FEW, choose(inf, few_rows=True) is MANY
     (True, True, True)
-    >>> choose(-8.0, few_rows=True) is FEW, choose(-inf, few_rows=True) is MANY
-    (True, True)
     """
-    rows, takes_few = abs(expected_rows), few_rows and expected_rows >= 0
-    return next(tiles for most, tiles in CHOICES if rows <= most and (takes_few or tiles is not None))
+    return next(tiles for most, tiles in CHOICES if expected_rows <= most and (few_rows or tiles is not None))

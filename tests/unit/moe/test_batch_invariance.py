@@ -225,10 +225,10 @@ def test_operators_of_gpus_ask_for_the_same_bits() -> None:
         return Groups(torch.tensor([0, len(rows)]), torch.tensor([len(rows)]))
 
     def multiply(rows: torch.Tensor) -> torch.Tensor:
-        return multiply_experts(rows, weight, groups_of(rows), Added(expected_rows=-4.0))
+        return multiply_experts(rows, weight, groups_of(rows), Added(expected_rows=4.0, by_row=True))
 
     def gate(rows: torch.Tensor) -> torch.Tensor:
-        added = Added(expected_rows=-4.0)
+        added = Added(expected_rows=4.0, by_row=True)
         return gate_experts(rows, weight, groups_of(rows), added, keep_gate_up=True)[1]
 
     for part in (multiply, gate):
