@@ -216,9 +216,12 @@ def run_by_ray_train(options: argparse.Namespace) -> None:
     ray.init()
     gpus = ray.cluster_resources().get("GPU", 0) >= PARTS
     each = {"CPU": 0.5, "GPU": 1} if gpus else {"CPU": 0.5}
+    workers = ScalingConfig(
+        num_workers=PARTS, use_gpu=gpus, resources_per_worker=each, placement_strategy="STRICT_PACK"
+    )
     trainer = TorchTrainer(
         lambda: work(options),
-        scaling_config=ScalingConfig(PARTS, use_gpu=gpus, resources_per_worker=each, placement_strategy="STRICT_PACK"),
+        scaling_config=workers,
         run_config=RunConfig(storage_path=str(options.folder), failure_config=FailureConfig(max_failures=1)),
     )
     print(trainer.fit().return_value, end="")
