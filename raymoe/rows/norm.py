@@ -43,6 +43,7 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float = 1e-6, **options: Any) -> Te
     With `output="float8_e4m3"` the result is (values, scales); `Quantised` has the options. Such a call has no
     gradient.
 
+    >>> import torch
     >>> rms_norm(torch.tensor([[3.0, -4.0]]), torch.tensor([1.0, 2.0]), eps=0.0)
     tensor([[ 0.8485, -2.2627]])
     """
@@ -78,6 +79,7 @@ def add_rms_norm(
 
     With `output="float8_e4m3"` the first of the two is a pair (values, scales).
 
+    >>> import torch
     >>> y, total = add_rms_norm(torch.ones(1, 2), torch.ones(1, 2), torch.ones(2), eps=0.0)
     >>> y, total
     (tensor([[1., 1.]]), tensor([[2., 2.]]))
@@ -110,6 +112,7 @@ def layer_norm(
 ) -> Tensor | tuple[Tensor, Tensor]:
     """Subtract the mean of each row of x[..., H], divide by its deviation, multiply by weight[H] and add bias[H].
 
+    >>> import torch
     >>> layer_norm(torch.tensor([[1.0, 3.0]]), torch.tensor([1.0, 2.0]), torch.tensor([0.0, 5.0]), eps=0.0)
     tensor([[-1.,  7.]])
     """

@@ -524,8 +524,8 @@ def test_the_table_of_jobs() -> None:
         JobState("c", "PENDING", ""),
     ]
     assert table(states, now=5.0).splitlines() == [
-        "job    config  status      started (UTC)        took",
-        "b\\x1b          FAILED (4)  1970-01-01 00:00:01  2 s",
-        "a      p2p     SUCCEEDED   1970-01-01 00:00:00  61 s",
-        "c              PENDING",
+        "job    runs  status      started (UTC)        took",
+        "b\\x1b        FAILED (4)  1970-01-01 00:00:01  2 s",
+        "a      p2p   SUCCEEDED   1970-01-01 00:00:00  61 s",
+        "c            PENDING",
     ]

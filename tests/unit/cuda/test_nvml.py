@@ -196,6 +196,6 @@ def test_a_workspace_uses_lines_only_if_its_world_has_them():
     def swap(bounds, what):
         raise StopIteration(bounds.lines)
 
-    world = SimpleNamespace(shared=lambda _: SimpleNamespace(lines=False), swap=swap)
+    world = SimpleNamespace(size=2, shared=lambda _: SimpleNamespace(lines=False), swap=swap)
     with pytest.raises(StopIteration, match="False"):
         Workspace(world, FEW)

@@ -164,9 +164,9 @@ def test_tracing_needs_no_exchange() -> None:
     """A graph from torch's cache on disk may be of another process. Its sizes are in the graph."""
     with FakeTensorMode():
         x, ids, weights = torch.empty(3, 8), torch.empty(3, 2, dtype=torch.int64), torch.empty(3, 2)
-        rows, places, offsets, counts, metadata = torch.ops.raymoe.dispatch([99, 40, 4, 11], 0, x, ids, weights, [])
-        y, called = torch.ops.raymoe.combine([99, 40, 4, 11], 0, rows, places, [ids, metadata, offsets], True)
-        known = torch.ops.raymoe.dispatch_gradients([99, 40, 4, 11], 0, x, [ids, metadata, offsets], 40)
+        rows, places, offsets, counts, metadata = torch.ops.raymoe.dispatch([99, 40, 4, 11, 0], 0, x, ids, weights, [])
+        y, called = torch.ops.raymoe.combine([99, 40, 4, 11, 0], 0, rows, places, [ids, metadata, offsets], True)
+        known = torch.ops.raymoe.dispatch_gradients([99, 40, 4, 11, 0], 0, x, [ids, metadata, offsets], 40)
     sizes = [list(each.shape) for each in (rows, places, offsets, counts, metadata, y, called, known)]
     assert sizes == [[40, 8], [40], [5], [4], [11], [3, 8], [1], [40, 8]]
 

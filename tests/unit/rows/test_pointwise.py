@@ -294,7 +294,7 @@ def test_the_code_gives_the_values_of_torch(tmp_path):
 
 
 def test_the_code_of_the_page_runs():
-    page = REPOSITORY / "docs" / "kernels.md"
+    page = REPOSITORY / "docs" / "rows.md"
     names: dict[str, object] = {}
     for block in re.findall(r"```python\n(.*?)```", page.read_text(), re.DOTALL):
         exec(block, names)
