@@ -47,6 +47,7 @@ ELSEWHERE = {
     "raymoe submit quickstart": "tests/gang/test_submit_command.py",
     "raymoe submit quickstart --detach": "tests/gang/test_submit_command.py",
     "raymoe submit train": "tests/hosts/test_training_job.py",
+    "raymoe run train --set steps.count=100000 --set train.checkpoint_every=1000": "tests/gang/test_train.py",
     "raymoe attach ID": "tests/gang/test_submit_command.py",
     "raymoe logs ID": "tests/gang/test_submit_command.py",
     "raymoe stop ID": "tests/gang/test_submit_command.py",
