@@ -35,7 +35,10 @@ def sigmoid(x: Tensor) -> Tensor:
 
     >>> sigmoid(torch.tensor([0.0, 1.0])).tolist() == torch.tensor([0.0, 1.0]).sigmoid().tolist()
     True
+    >>> sigmoid(torch.tensor([-torch.inf, torch.inf, torch.nan])).tolist()
+    [0.0, 1.0, nan]
     """
     if x.device.type != "cpu":
         return x.sigmoid()
-    return torch.stack((x, torch.zeros_like(x)), dim=-1).softmax(dim=-1)[..., 0]
+    bounded = x.clamp(max=100.0)  # where a sigmoid is one; softmax makes NaN of an infinity
+    return torch.stack((bounded, torch.zeros_like(x)), dim=-1).softmax(dim=-1)[..., 0]

@@ -71,8 +71,8 @@ LINES = [
         "directory here, set runtime_env.working_dir to a directory that holds it",
     ),
     (
-        f"program: {{file: {Path(__file__)}}}\n{UPLOADED}",
-        f"line 2, runtime_env.working_dir = .: does not hold {Path(__file__)}, which is the program, "
+        f"program: {{file: /etc/passwd}}\n{UPLOADED}",
+        "line 2, runtime_env.working_dir = .: does not hold /etc/passwd, which is the program, "
         "name a directory above it",
     ),
     (
