@@ -14,6 +14,8 @@ from raymoe.moe.grouped import grouped_swiglu as grouped_swiglu
 from raymoe.moe.layer import LayerForm as LayerForm
 from raymoe.moe.layer import MoELayer as MoELayer
 from raymoe.moe.layer import expert_parameters as expert_parameters
+from raymoe.moe.quantised_experts import QuantisedExperts as QuantisedExperts
+from raymoe.moe.quantised_experts import quantise_experts as quantise_experts
 from raymoe.moe.router import Router as Router
 from raymoe.moe.router import balance_loss as balance_loss
 from raymoe.moe.router import expert_load as expert_load

@@ -40,8 +40,9 @@ _OF_ROUNDS = {
 """Files of the backends over NCCL, whose kernels wait for no peer."""
 _OF_A_PIPE = {"pipe.cuh", "rows.cuh", "sums.cuh", "sum_partials.cu"}
 """Files of kernels on one GPU: tests/unit/rows/test_pipe_injected_bugs.py leaves out their statements."""
-_OF_PRODUCTS = {"product.cu", "product.cuh", "loading.cuh", "results.cuh"}
-"""tests/unit/moe/test_product_injected_bugs.py leaves out the statements of these."""
+_OF_PRODUCTS = {"product.cu", "product.cuh", "operands.cuh", "loading.cuh", "results.cuh"}
+_OF_PRODUCTS |= {"outer_product.cu", "outer.cuh", "outer_results.cuh"}
+"""test_product_injected_bugs.py and test_outer_injected_bugs.py of tests/unit/moe leave out the statements of these."""
 
 
 def left_out() -> Iterator[Change]:
