@@ -14,7 +14,7 @@ NEWEST := import sys; sys.exit(sys.version_info < (3, 11))
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help setup run test test-all hosts check lint types unit durations figures perf soak faults faults-gpu soak-faults sanitize exchange-stamped exchange-full bench-exchange fmt hooks wheel clean distclean
+.PHONY: help setup run test test-all hosts check lint types unit durations figures tables perf soak faults faults-gpu soak-faults sanitize exchange-stamped exchange-full bench-exchange fmt hooks site wheel clean distclean
 
 help: ## list these targets
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):[^#]*## /  make \1\t/' | expand -t 24
@@ -55,8 +55,8 @@ endif
 test-all: $(STAMP) ## run the tests that `make test` leaves out, and no other ones: every case of every rule
 	$(call HALVES,-m $(THOROUGH))
 
-hosts: $(STAMP) ## run raymoe inside torchtitan and Megatron-Core, which are installed into .hosts/ (ten minutes and more)
-	$(BIN)/pytest -m $(THOROUGH) tests/hosts
+hosts: $(STAMP) ## run raymoe inside the frameworks of docs/frameworks.md, which are installed into .hosts/ (20 minutes and more)
+	$(BIN)/pytest -m $(THOROUGH) -o faulthandler_timeout=1800 tests/hosts
 
 durations: $(STAMP) ## time every test file of `make test` and `make test-all` (needs an idle machine)
 	rm -f benchmarks/test_durations.new
@@ -65,8 +65,12 @@ durations: $(STAMP) ## time every test file of `make test` and `make test-all` (
 	$(BIN)/python -m tests.unit.house.durations benchmarks/test_durations.new >benchmarks/test_durations_cpu.txt
 	rm benchmarks/test_durations.new
 
-figures: $(STAMP) ## draw the measured figures of docs/figures/ again, out of benchmarks/
+figures: $(STAMP) ## draw the measured figures and pages of docs/figures/ again, out of benchmarks/ (needs Chromium)
 	$(BIN)/python -m tests.unit.docs.measured_figures
+	$(BIN)/python -m tests.unit.docs.report_pictures
+
+tables: $(STAMP) ## write the measured tables of the pages again, out of benchmarks/
+	$(BIN)/python -m tests.unit.docs.write_tables
 
 perf: $(STAMP) ## check the speeds that the docs promise, as ratios (needs an idle machine)
 	$(BIN)/pytest -m perf tests/perf
@@ -75,7 +79,7 @@ soak: $(STAMP) ## run long tests: 10,000 replays of every exchange with delayed 
 	$(BIN)/pytest -m soak tests/gpu tests/unit tests/gang
 
 # Lines of a run that failed are not kept, so that the page shows whole runs only.
-faults: $(STAMP) ## measure every fault of docs/operations.md, and write its tables (needs an idle machine)
+faults: $(STAMP) ## measure every fault of docs/evidence/faults.md, and write its tables (needs an idle machine)
 	rm -f benchmarks/faults_cpu.new
 	RAYMOE_FAULTS=$(CURDIR)/benchmarks/faults_cpu.new $(BIN)/pytest -m "fault and not soak" tests/gang
 	mv benchmarks/faults_cpu.new benchmarks/faults_cpu.jsonl
@@ -117,6 +121,10 @@ fmt: $(STAMP) ## fix and format the sources with ruff
 hooks: $(STAMP) ## install git hooks that run ruff and mypy at every commit
 	$(BIN)/pre-commit install
 
+site: $(STAMP) ## build the documentation as a site in build/site/, which needs no network to read
+	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict --quiet
+	@echo "open build/site/index.html"
+
 wheel: $(STAMP) ## build dist/raymoe-*.whl
 	$(BIN)/python -m pip wheel --no-deps --no-build-isolation --wheel-dir dist .
 
@@ -148,5 +156,5 @@ $(STAMP): pyproject.toml constraints.txt
 	  "$$python" -m venv --clear $(VENV); \
 	fi
 	@echo "installing into $(VENV); the first time takes minutes" >&2
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable '.[dev,examples,storage]'
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable '.[dev,docs,examples,storage]'
 	@touch $@

@@ -1,7 +1,7 @@
 """Expert-parallel Mixture-of-Experts work on a Ray cluster.
 
 The library is for your own programs, the harness for `raymoe run` and `raymoe submit`. The harness imports the library;
-the library never imports the harness. docs/architecture.md has the folders of both.
+the library never imports the harness. docs/internals/architecture.md has the folders of both.
 
 Importing this package loads neither torch nor ray nor any CUDA library: each name is loaded at its first use (PEP 562).
 `__init__.pyi` declares the names for type checkers.

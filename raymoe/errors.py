@@ -40,6 +40,12 @@ class RaymoeError(Exception):
     """A failure with a known cause. Raised as this class itself, it reports an exception of a rank."""
 
     exit_code: int = 1
+    advice: str = ""
+    """What a program that uses the library can do; the end of the message. A job has other words, those of its keys."""
+
+    def __str__(self) -> str:
+        text = super().__str__()
+        return f"{text}: {self.advice}" if self.advice else text
 
     def __reduce__(self) -> tuple[Callable[..., RaymoeError], tuple[object, ...]]:
         # By default pickle calls the class with `args`, which fails if __init__ takes other parameters.
@@ -119,9 +125,6 @@ class PeerTimeout(RaymoeError):
             f"{waiter} waited {self.waited_s:.1f} s for rank {awaited} in {self.op} (epoch {self.epoch}): "
             f"expected {self.expected}, seen {self.seen}{waits_too}{told}"
         )
-
-    def __str__(self) -> str:
-        return str(self.args[0])
 
 
 class WrongResult(RaymoeError):

@@ -36,12 +36,12 @@ from raymoe.gang.messages import (
 )
 from raymoe.gang.private_ray import private_ray
 from raymoe.report.directory import RunDirectory, write_atomically
-from raymoe.report.environment import environment
+from raymoe.report.environment import busy, environment
 from raymoe.report.history import numbered
 from raymoe.report.opening import open_directory
 from raymoe.report.progress import ProgressBar
 from raymoe.report.ray_job import version_notice
-from raymoe.report.results import RESTART, RESUME, START, STOPPED, Generation, Line, Record, Summary, complete
+from raymoe.report.results import PAGE, RESTART, RESUME, START, STOPPED, Generation, Line, Record, Summary, complete
 from raymoe.report.storage import Mirror
 from raymoe.report.tables import render
 from raymoe.report.trace import ChromeTrace
@@ -229,6 +229,8 @@ def _run(job: Job, directory: RunDirectory, request: Request, mirror: Mirror | N
                 progress.note(str(error))
     if not request.quiet:
         outcome = _show_table(recorder, outcome)
+    if (page := directory.path / PAGE).is_file():
+        recorder.progress.note(f"the report is {page}")  # last, where a table of many lines leaves it in sight
     return outcome if mirror is None else _mirrored(mirror, recorder, outcome)
 
 
@@ -252,6 +254,8 @@ def _execute(job: Job, recorder: Recorder, request: Request) -> RunOutcome:
     directory, progress = recorder.directory, recorder.progress
     recorder.facts = environment()
     directory.write_environment(recorder.facts)
+    if notice := _busy_notice(recorder.facts, request):
+        progress.note(notice)
     token = needs_token(choose(request.address))
     with _own_ray(request) as ray:
         try:
@@ -266,6 +270,12 @@ def _execute(job: Job, recorder: Recorder, request: Request) -> RunOutcome:
         trace = recorder.trace.write(directory.path, directory.first_generation)
         progress.note(f"the trace is {trace}")
     return outcome
+
+
+def _busy_notice(facts: Mapping[str, object], request: Request) -> str | None:
+    """Return a notice if this machine has other work. Ranks on a cluster may run on another one."""
+    other_work = busy(facts) if choose(request.address) is None else None
+    return other_work and f"this machine has other work ({other_work}), so times will be longer than on an idle one"
 
 
 def _outcome(error: Interrupted | ClusterError) -> RunOutcome:
@@ -311,7 +321,7 @@ def _draw(directory: RunDirectory, progress: ProgressBar) -> None:
         from raymoe.report.plots import write_plots
 
         record = Record.read(directory.path)
-        progress.note(f"the report is {write_page(directory.path, [record])}")
+        write_page(directory.path, [record])
         measured_links = any(line["device"] != "cpu" or line["op"] == "copy" for line in record.lines)
         if measured_links and (drawn := write_plots(record.path, record.lines, record.config)):
             progress.note(f"plots go to {drawn[0].parent}")

@@ -48,7 +48,8 @@ def submit(
     config, request = load_submission(file, sets)
     named = address, request.address
     address = _address(*named)
-    check_traces(config)
+    if config is not None:
+        check_traces(config)
     directory = request.runtime_env.get("working_dir", "")
     if directory.startswith("/"):
         request = dataclasses.replace(request, metadata=request.metadata | uploaded_commit(directory))
@@ -59,7 +60,7 @@ def submit(
     api = connect(address)
     if notice := ray_version_notice(api.ray_version, importlib.metadata.version("ray")):
         _note(notice)
-    job = new_run_id(config.name)
+    job = new_run_id(request.name)
     where = "" if named == (None, None) else f" --address {shlex.quote(address)}"
     if directory.startswith("/"):
         _note(f"uploading {directory}, unless the cluster has it")
@@ -230,7 +231,8 @@ def _follow(api: JobsApi, job: str, out: Path | None, where: str, stops: bool = 
     exit_code, sentence = verdict(state, destination if copied else None)
     if follower.signum is not None:
         name = signal.Signals(follower.signum).name
-        return _ended(f"stopped by {name}; job {job} is {state.status}, finished cases are kept", 128 + follower.signum)
+        kept = "" if _is_program(state) else ", finished cases are kept"
+        return _ended(f"stopped by {name}; job {job} is {state.status}{kept}", 128 + follower.signum)
     if problem is not None:
         unread = f"the results of job {job} cannot be copied: {problem}"
         if exit_code == 0:
@@ -240,11 +242,12 @@ def _follow(api: JobsApi, job: str, out: Path | None, where: str, stops: bool = 
 
 
 def bring_results(api: JobsApi, state: JobState, destination: Path) -> bool:
-    """Copy the run directory of a job that has ended; False if the job made none, or does not run raymoe.
+    """Copy the directory of a job that has ended; False if the job made none, or was not submitted by raymoe.
 
     It is copied from here if this machine can read it, else by a second job on the node of the driver.
     """
-    if not _is_run(state) or state.exit_code == ConfigError.exit_code:
+    refused = state.exit_code == ConfigError.exit_code and not _is_program(state)  # before it made a directory
+    if not _is_run(state) or refused:
         return False
     out = state.metadata.get("raymoe_out")
     if copy_if_readable(out, state.id, destination):
@@ -307,6 +310,10 @@ def _is_run(state: JobState) -> bool:
     return own or " raymoe run " in f" {state.entrypoint} "
 
 
+def _is_program(state: JobState) -> bool:
+    return "raymoe_program" in state.metadata
+
+
 def _check_destination(out: Path | None) -> None:
     """Refuse a place for results that is in use or cannot be made, before anything is submitted."""
     if out is None:
@@ -342,14 +349,15 @@ def _ended(sentence: str, exit_code: int) -> int:
 
 
 def table(states: Sequence[JobState], now: float, progress: Mapping[str, str] | None = None) -> str:
-    """Format jobs as a table: id, config, status with exit code, start, duration, and where those that run are."""
-    rows = [("job", "config", "status", "started (UTC)", "took", "progress" if progress else "")]
+    """Format jobs as a table: id, config or program, status with exit code, start, duration, and progress."""
+    rows = [("job", "runs", "status", "started (UTC)", "took", "progress" if progress else "")]
     for state in sorted(states, key=lambda state: state.began_ms or 0, reverse=True):
         status = state.status if state.exit_code in (None, 0) else f"{state.status} ({shown(str(state.exit_code))})"
         began, ended = state.began_ms, now * 1000 if state.ended_ms is None else state.ended_ms
         started, took = "" if began is None else _time(began), "" if began is None else _duration(began, ended)
         where = (progress or {}).get(state.id, "")
-        rows.append((shown(state.id), shown(state.metadata.get("raymoe_config", "")), status, started, took, where))
+        runs = state.metadata.get("raymoe_config") or state.metadata.get("raymoe_program", "")
+        rows.append((shown(state.id), shown(runs), status, started, took, where))
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     return "".join(
         "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() + "\n" for row in rows

@@ -24,6 +24,7 @@ from raymoe.config.sections import (
     Section,
     ShapeSection,
     StepsSection,
+    TrainSection,
     WorldSection,
 )
 from raymoe.config.yaml_tree import Scalar
@@ -98,10 +99,11 @@ MEANINGS = (
     Meaning("pointwise", "workload", ("pointwise",)),
     Meaning("products", "workload", ("products",)),
     Meaning("layer", "workload", ("layer",)),
+    Meaning("train", "workload", ("train",)),
     Meaning("layer.router.groups", "layer.router.kind", ROUTERS, strict=True),
     Meaning("layer.router.topk_groups", "layer.router.kind", ROUTERS, strict=True),
     Meaning("layer.router.scale", "layer.router.kind", ROUTERS, strict=True),
-    Meaning("shape.ffn", "workload", ("layer", "pointwise", "products")),
+    Meaning("shape.ffn", "workload", ("layer", "pointwise", "products", "train")),
     Meaning("routing.alpha", "routing.kind", ("zipf",), strict=True),
     Meaning("routing.share", "routing.kind", ("hot",), strict=True),
     Meaning("routing.file", "routing.kind", ("trace",), strict=True),
@@ -161,10 +163,12 @@ class Job(Section):
     name: str = Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9_.-]{0,63}$", examples=["my-exchange"])
     """Name of the job: 1 to 64 letters, digits, dots, dashes and underscores. Its run directories begin with this name.
     Default: the name of the config file."""
-    workload: Literal["p2p", "exchange", "overlap", "pointwise", "products", "layer"] = Field(examples=["exchange"])
+    workload: Literal["p2p", "exchange", "overlap", "pointwise", "products", "layer", "train"] = Field(
+        examples=["exchange"]
+    )
     """The work of a step: messages between ranks (p2p), dispatch and combine (exchange), these two beside a matrix
-    product (overlap), a norm or activation over rows (pointwise), the products of experts (products), or a whole MoE
-    layer (layer)."""
+    product (overlap), a norm or activation over rows (pointwise), the products of experts (products), a whole MoE
+    layer (layer), or a step of training of a small model, as a soak (train)."""
     world: WorldSection = WorldSection()
     shape: ShapeSection = ShapeSection()
     routing: RoutingSection = RoutingSection()
@@ -175,6 +179,7 @@ class Job(Section):
     pointwise: PointwiseSection = PointwiseSection()
     products: ProductsSection = ProductsSection()
     layer: LayerSection = LayerSection()
+    train: TrainSection = TrainSection()
     matrix: dict[str, Annotated[tuple[Scalar, ...], Field(strict=False, min_length=1)]] = Field(
         default_factory=dict, examples=[{"exchange.backend": ["host", "collective"], "shape.tokens": [128, 512]}]
     )
@@ -218,7 +223,7 @@ def kind_of_ranks(job: Job) -> str | None:
     kinds = {_needed_kind(alone) for alone in jobs} - {None}
     if len(kinds) > 1:
         raise ConfigError("matrix.workload has cases for GPU ranks and cases for CPU ranks; run them apart")
-    layers = any(alone.workload == "layer" for alone in jobs)
+    layers = any(alone.workload in ("layer", "train") for alone in jobs)
     return kinds.pop() if kinds else "cpu" if layers else None
 
 
@@ -228,7 +233,7 @@ def _needed_kind(job: Job) -> str | None:
         return "cuda"
     if job.workload == "p2p" and "host" in job.p2p.transports:
         return "cpu"
-    return _kind_of_backends(job) if job.workload in ("exchange", "layer") else None
+    return _kind_of_backends(job) if job.workload in ("exchange", "layer", "train") else None
 
 
 def _kind_of_backends(job: Job) -> str | None:

@@ -18,7 +18,7 @@ _TOP = """\
 # Configuration
 
 This page has every key of a config, and then every key of a job. A config says what to run (`raymoe run CONFIG`). A
-job of `jobs/` names a config, and says where and how a cluster runs it (`raymoe submit JOB`).
+job of `jobs/` names a config or a program, and says where and how a cluster runs it (`raymoe submit JOB`).
 
 `raymoe schema --markdown` writes this page from the declarations of the keys in `raymoe/config/`, and a test compares
 both. The same declarations give the JSON Schemas for editors:
@@ -113,7 +113,7 @@ def _rows(schema: Schema, properties: Schema, prefix: str) -> Iterator[tuple[str
             yield from _rows(schema, section["properties"], dotted)
 
 
-REQUIRED = ("workload", "config")
+REQUIRED = ("workload",)
 
 
 def _cell(text: str) -> str:

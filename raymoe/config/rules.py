@@ -92,12 +92,24 @@ def _capacity_suffices(job: Job) -> tuple[str, str] | None:
     """No id is masked, so R ranks receive R*T*K rows together, and at least one receives T*K or more."""
     routing, rows = job.routing, job.shape.tokens * job.shape.topk
     capacity = job.exchange.capacity
-    if capacity == "worst" or routing.masked > 0 or routing.ragged or routing.kind == "trace":
+    if (
+        capacity == "worst"
+        or job.exchange.layout == "token"
+        or routing.masked > 0
+        or routing.ragged
+        or routing.kind == "trace"
+    ):
         return None
     if capacity >= (1 if isinstance(capacity, float) else rows):
         return None
     way_out = "write 1.0 or more, or worst" if isinstance(capacity, float) else f"write {rows} or more, or worst"
     return f"capacity {capacity} overflows with any routing, since one rank receives at least {rows} rows", way_out
+
+
+def _experts_take_their_rows(job: Job) -> tuple[str, str] | None:
+    if job.exchange.layout != "token":
+        return None
+    return f"the experts of workload {job.workload} take no rows by token", "write expert or rank"
 
 
 def _dispatch_sends_the_dtype(job: Job) -> tuple[str, str] | None:
@@ -110,7 +122,7 @@ def _dispatch_sends_the_dtype(job: Job) -> tuple[str, str] | None:
 def _float8_is_for_gpus(job: Job) -> tuple[str, str] | None:
     if job.exchange.wire.dispatch != FP8:
         return None
-    if job.workload == "layer":
+    if job.workload in ("layer", "train"):
         return f"rows of a layer cannot cross as {FP8}, whose gradients would be lost", "leave wire out"
     if job.world.device == "cpu":
         return f"rows cannot cross as {FP8} between CPU ranks", "leave wire out, or run workload exchange on cuda"
@@ -151,6 +163,25 @@ def _one_chooses_the_experts(job: Job) -> tuple[str, str] | None:
         return None
     choice = f"routing {routing.kind}" if routing.kind != "uniform" else f"{routing.masked:g} of the ids masked"
     return f"{choice} beside a {kind} router, which chooses experts itself", "write router.kind: given, or leave it out"
+
+
+def _gpus_train_16_bits(job: Job) -> tuple[str, str] | None:
+    if job.world.device != "cuda" or job.shape.dtype == "bfloat16":
+        return None
+    return f"experts of {job.shape.dtype} cannot be trained on GPUs", "write bfloat16"
+
+
+def _the_router_trains(job: Job) -> tuple[str, str] | None:
+    routing = job.routing
+    if routing.kind == "uniform" and not routing.masked and not routing.ragged:
+        return None
+    return "the layers of workload train route by their own routers", "keep routing.seed alone"
+
+
+def _training_is_eager(job: Job) -> tuple[str, str] | None:
+    if job.steps.graph is not True:
+        return None
+    return "the host reads the loss of each training step, so none is captured", "write auto or false"
 
 
 def _recomputing_is_of_a_backward_pass(job: Job) -> tuple[str, str] | None:
@@ -394,16 +425,20 @@ RULES = (
         ("exchange.capacity", "shape.tokens", "shape.topk", "routing.kind", "routing.masked", "routing.ragged"),
         _capacity_suffices,
     ),
+    Rule(("layer", "overlap", "train"), ("exchange.layout", "workload"), _experts_take_their_rows),
     Rule(MOE, ("exchange.wire.dispatch", "shape.dtype"), _dispatch_sends_the_dtype),
     Rule(
         MOE,
         ("exchange.wire.dispatch", "exchange.backend", "world.device", "workload"),
         _float8_is_for_gpus,
     ),
-    Rule(("exchange", "layer"), ("exchange.backend", "world.device"), _backend_serves_the_device),
-    Rule(("layer",), ("exchange.backend", "workload"), _layers_have_exchanges),
+    Rule(("exchange", "layer", "train"), ("exchange.backend", "world.device"), _backend_serves_the_device),
+    Rule(("layer", "train"), ("exchange.backend", "workload"), _layers_have_exchanges),
     Rule(("layer",), ("shape.dtype", "world.device", "layer.backward", "workload"), _gpus_multiply_16_bits),
     Rule(("layer",), ("layer.router.kind", "routing.kind", "routing.masked"), _one_chooses_the_experts),
+    Rule(("train",), ("shape.dtype", "world.device", "workload"), _gpus_train_16_bits),
+    Rule(("train",), ("routing.kind", "routing.masked", "routing.ragged", "workload"), _the_router_trains),
+    Rule(("train",), ("steps.graph", "workload"), _training_is_eager),
     Rule(("layer",), ("layer.recompute", "layer.backward"), _recomputing_is_of_a_backward_pass),
     Rule(
         ("layer",),

@@ -66,7 +66,7 @@ OtherSystem = Literal["nvshmem", "deepep_v2", "nccl_ep", "nccl_ep_ll"]
 
 # Groups of the values that a key takes.
 
-MOE = ("exchange", "overlap", "layer")
+MOE = ("exchange", "overlap", "layer", "train")
 """The workloads with an exchange."""
 SPANNING = ("exchange", "layer")
 """The workloads whose ranks can be in several domains."""
@@ -273,8 +273,9 @@ class ExchangeSection(Section):
     transport: Literal["auto", "copy_engine"] = Field(default="auto", examples=["copy_engine"])
     """Transport of the rows of dispatch. auto: the backend's own way. copy_engine (staged only): the copy engine sends
     all rows to every rank and occupies no SM."""
-    layout: Literal["expert", "rank"] = Field(default="expert", examples=["rank"])
-    """Order of received rows: by expert, or as they arrive from each rank."""
+    layout: Literal["expert", "rank", "token"] = Field(default="expert", examples=["rank"])
+    """Received rows: expert by expert, as they arrive from each rank, or one row for each token and rank (token), which
+    workload exchange has. deepep_v2 and nccl_ep give such rows with rank and token."""
     alignment: int = Field(default=16, ge=1, le=MOST_ALIGNMENT, examples=[128])
     """The rows of each expert start at a multiple of this many rows, as a grouped matrix product wants them."""
     padding: Literal["any", "zero"] = Field(default="any", examples=["zero"])
@@ -286,8 +287,9 @@ class ExchangeSection(Section):
         default="worst", examples=[8192, 1.25]
     )
     """C, the most rows that a rank can receive: enough for the worst routing (worst), or a number. A number with a
-    decimal point is a factor of the mean, tokens x topk rows, to which the gaps between experts come. If more arrive,
-    all ranks refuse the step, and the run ends with exit code 7."""
+    decimal point is a factor of the mean, tokens x topk rows, to which the gaps between experts come; with layout token
+    of tokens x the smaller of topk and ranks. If more arrive, all ranks refuse the step, and the run ends with exit
+    code 7."""
     wire: Annotated[WireSection, BeforeValidator(_name_or_mapping)] = Field(
         default=WireSection(), examples=["float8_e4m3"]
     )
@@ -411,6 +413,21 @@ class LayerSection(Section):
     """The router of the layer, or none."""
     experts: Literal["swiglu", "gpt_oss"] = Field(default="swiglu", examples=["gpt_oss"])
     """The experts: SwiGLU, or those of gpt-oss, which clamp it and add biases in both products."""
+
+
+class TrainSection(Section):
+    """The soak of workload train: a small model in training, its checkpoints, and the unsharded run beside it."""
+
+    layers: int = Field(default=2, ge=1, le=64, examples=[4])
+    """Layers of the model, one after the other: RMSNorm, sigmoid router, experts, and x added."""
+    oracle: int = Field(default=20, ge=0, le=100_000, examples=[50])
+    """The first steps whose losses are compared with those of the same model unsharded. Each rank trains that too, so
+    these steps take longer. A wrong loss ends the run with exit code 6."""
+    checkpoint_every: int = Field(default=50, ge=1, le=1_000_000, examples=[200])
+    """Steps between two checkpoints. After a lost rank all ranks go on from the last one, if world.restarts allows."""
+    folder: str | None = Field(default=None, min_length=1, examples=["/shared/soak"])
+    """Folder of the checkpoints, which all ranks reach. Default: a temporary one of the node, named by the run. It is
+    removed after the last step; after a run that failed it stays for --resume."""
 
 
 class OverlapSection(Section):

@@ -1,6 +1,7 @@
-"""Reads a job of `jobs/`: a config, and where and how a Ray cluster runs it.
+"""Reads a job of `jobs/`: a config or a program, and where and how a Ray cluster runs it.
 
-The file is checked together with its config, and all problems are reported at once. Nothing here contacts a cluster.
+The file is checked together with its config or program, and all problems are reported at once. Nothing here contacts a
+cluster.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ from raymoe.config.check import checked, job_name
 from raymoe.config.explain import explained, key_tree, report
 from raymoe.config.files import find_config, layered, read_config, refused, shown_path
 from raymoe.config.job import Job, without
+from raymoe.config.program import ProgramSection, Text, Texts, entrypoint, normal, wrong_program
 from raymoe.config.sections import Section, Size
 from raymoe.config.yaml_tree import Entry, Source, compose, resolve
 from raymoe.errors import ConfigError, Problem, shown
@@ -80,8 +82,6 @@ def _text_or_mapping(value: Any) -> Any:
 
 _TEXT_OR_MAPPING: dict[str, Any] = {"anyOf": [{"type": "string"}, {"type": "object"}, {"type": "null"}]}
 
-Text = Annotated[str, Field(min_length=1)]
-Texts = Annotated[tuple[Text, ...], Field(strict=False)]
 Packages = Annotated[
     Any,
     BeforeValidator(_packages),
@@ -137,8 +137,10 @@ class EntrypointSection(Section):
 
 
 class Submission(Section):
-    config: Text = Field(examples=["quickstart"])
-    """Config to run: a packaged config's name, or a file in runtime_env.working_dir, relative to this file."""
+    config: Text | None = Field(default=None, examples=["quickstart"])
+    """Config to run: a packaged config's name, or a file in runtime_env.working_dir, relative to this file. Required,
+    unless there is a program."""
+    program: ProgramSection = ProgramSection()
     set: dict[str, Any] = Field(default_factory=dict, examples=[{"world.ranks": 8, "matrix.shape.tokens": [128, 512]}])
     """Keys of the config to change. `raymoe submit --set` changes them after this."""
     address: Annotated[str | None, BeforeValidator(_address)] = Field(default=None, examples=["http://head:8265"])
@@ -150,7 +152,7 @@ class Submission(Section):
     """Texts that Ray's dashboard shows with the job."""
     out: Annotated[str | None, BeforeValidator(_out)] = Field(default=None, examples=["/shared/results/{run}"])
     """Run directory on the cluster: an absolute path, ~/… or a URL such as s3://bucket/runs/{run}. {run} becomes the
-    name of the run. Default: ~/raymoe_runs/{run} on the driver's node."""
+    name of the run. Default: ~/raymoe_runs/{run} on the driver's node. A program cannot have a URL."""
 
 
 def submission_schema() -> dict[str, Any]:
@@ -161,7 +163,8 @@ def submission_schema() -> dict[str, Any]:
         "title": "raymoe submission",
         "type": "object",
         "properties": schema["properties"],
-        "required": ["config"],
+        "oneOf": [{"required": ["config"]}, {"required": ["program"]}],
+        "dependentRequired": {"set": ["config"]},
         "additionalProperties": False,
         "$defs": schema["$defs"],
     }
@@ -186,26 +189,34 @@ class JobRequest:
     resources: EntrypointSection = field(default_factory=EntrypointSection)
     address: str | None = None
     """Address of the cluster; None if the file names none."""
+    name: str = "job"
+    """The name that the ID of the job begins with."""
 
 
-def load_submission(name: str, sets: Sequence[str] = ()) -> tuple[Job, JobRequest]:
-    """Load the job in a file, or the packaged job of that name. Return the job of its config, and the request for Ray.
+def load_submission(name: str, sets: Sequence[str] = ()) -> tuple[Job | None, JobRequest]:
+    """Load the job in a file, or the packaged job of that name. Return the request for Ray, and the job of its config.
 
-    `sets` change keys of the config. Raises ConfigError with all problems of both files.
+    That is None if it runs a program. `sets` change keys of the config. Raises ConfigError with all problems.
     """
     path = find_config(name, folder="jobs")
     source = Source(shown_path(path), path.absolute().parent, 0)
     root, problems = compose(read_config(path, source.name), source)
     if root is None or root.value is None:
-        raise refused(Problem(source.name, None, "", None, "is empty, a job needs at least a config"))
+        raise refused(Problem(source.name, None, "", None, "is empty, a job needs at least a config or a program"))
     if not isinstance(root.value, dict):
         raise refused(root.problem("", "a mapping is wanted at the top"))
     check = _Check(root, source, problems)
     submission = check.submission()
-    config = check.config(submission, sets)
+    if check.runs_program:
+        config = None
+        check.program(submission, sets)
+    else:
+        config = check.config(submission, sets)
     check.paths(submission.runtime_env, config)
-    if check.problems or config is None:
+    if check.problems:
         raise report(source.name, check.problems)
+    if config is None:
+        return None, _program_request(submission, source.folder)
     return config.job, _request(submission, config, source.folder)
 
 
@@ -233,27 +244,49 @@ class _Check:
         """Check the keys of the job. A missing or wrong key takes its default."""
         assert isinstance(self.root.value, dict)
         plain: dict[str, Any] = {key: entry.plain() for key, entry in self.root.value.items()}
-        if "config" not in plain:
-            self._wrong("config", "required", "the name of a packaged config, or a file")
-        needed = {"config": "?"}
+        if "config" not in plain and "program" not in plain:
+            self._wrong("config", "required", "the name of a packaged config, or a file; a program takes its place")
+        if "config" in plain and "program" in plain:
+            self._wrong("program", "a job has a config or a program, and this one has both", "leave one of them out")
         try:
-            submission = Submission.model_validate(needed | plain)
+            submission = Submission.model_validate(plain)
         except ValidationError as error:
             for path, problem in explained(self.root, error.errors(), key_tree(Submission)):
                 self.problems.append(problem)
                 self.bad_keys.add(path[0])
                 plain = without(plain, path)
-            submission = Submission.model_validate(needed | plain)
+            submission = Submission.model_validate(plain)
         for key in submission.metadata:
             if key.startswith("raymoe_"):
                 self._wrong(f"metadata.{key}", "raymoe sets the keys that begin with raymoe_", "use another name")
         return submission
 
+    @property
+    def runs_program(self) -> bool:
+        """Whether the job names a program, and no config."""
+        assert isinstance(self.root.value, dict)
+        return "program" in self.root.value and "config" not in self.root.value
+
+    def program(self, submission: Submission, sets: Sequence[str]) -> None:
+        """Check the program, and that no key is there which only a config has."""
+        if "set" in submission.model_fields_set:
+            self._wrong("set", "changes keys of a config, and this job runs a program", "use program.arguments")
+        reason = "changes keys of a config, and this job runs a program"
+        self.problems += [Problem(f"--set {shown(text)}", None, "", None, reason) for text in sets]
+        if submission.out is not None and _URL.match(submission.out):
+            self._wrong("out", "is a URL, and a program writes into a directory", "write an absolute path or ~/…")
+        if self.bad_keys & {"program", "runtime_env"}:
+            return
+        folder, env = self.source.folder, submission.runtime_env
+        modules = [normal(folder / module) for module in env.py_modules if not _URL.match(module)]
+        for key, why, hint in wrong_program(submission.program, folder, working_dir(env, folder), modules):
+            self._wrong(key, why, hint)
+
     def config(self, submission: Submission, sets: Sequence[str]) -> _Config | None:
         """Load the config with the settings of the job, then those of the command line."""
-        if "config" in self.bad_keys:
-            return None
         folder, name = self.source.folder, submission.config
+        if "config" in self.bad_keys or name is None:
+            return None
         try:
             path = find_config(name, beside=folder)
         except ConfigError as error:
@@ -290,7 +323,7 @@ class _Check:
             self._wrong("runtime_env.working_dir", "no such directory", f"looked for {shown_path(directory)}")
         elif directory is not None:
             for file in needed:
-                if not _normal(file).is_relative_to(directory):
+                if not normal(file).is_relative_to(directory):
                     reason = f"does not hold {shown_path(file)}, which the config needs"
                     self._wrong("runtime_env.working_dir", reason, "name a directory above both")
 
@@ -341,25 +374,35 @@ def working_dir(env: RuntimeEnvSection, folder: Path) -> Path | None:
     """Return the directory to upload; None if there is none, or a URL."""
     if env.working_dir is None or _URL.match(env.working_dir):
         return None
-    return _normal(folder / env.working_dir)
+    return normal(folder / env.working_dir)
 
 
-def _normal(path: Path) -> Path:
-    return Path(os.path.normpath(path.absolute()))
+def _program_request(submission: Submission, folder: Path) -> JobRequest:
+    program, env = submission.program, submission.runtime_env
+    name = job_name(Path(f"{program.module}.py" if program.file is None else program.file))
+    words = entrypoint(program, folder, working_dir(env, folder))
+    return _submitted(submission, words, {"raymoe_program": program.called}, folder, name)
 
 
 def _request(submission: Submission, config: _Config, folder: Path) -> JobRequest:
     directory = working_dir(submission.runtime_env, folder)
-    file = config.name if config.path not in config.files else os.path.relpath(_normal(config.path), directory)
+    file = config.name if config.path not in config.files else os.path.relpath(normal(config.path), directory)
     words = ["python", "-m", "raymoe", "run", file]
     for text in config.sets:
         words += ["--set", _on_the_cluster(text, directory)]
     words += ["--out", submission.out] if submission.out else []
-    own = {"raymoe_version": __version__, "raymoe_config": config.name}
+    return _submitted(submission, tuple(words), {"raymoe_config": config.name}, folder, config.job.name)
+
+
+def _submitted(
+    submission: Submission, words: tuple[str, ...], what: dict[str, str], folder: Path, name: str
+) -> JobRequest:
+    """Make the request of a command. `what` is the key of its metadata that tells a config from a program."""
+    own = {"raymoe_version": __version__, **what}
     own |= {"raymoe_out": submission.out} if submission.out else {}
-    metadata = {"job_name": config.job.name} | submission.metadata | own
+    metadata = {"job_name": name} | submission.metadata | own
     env = _runtime_env(submission.runtime_env, folder)
-    return JobRequest(tuple(words), env, metadata, submission.entrypoint, submission.address)
+    return JobRequest(words, env, metadata, submission.entrypoint, submission.address, name)
 
 
 def _on_the_cluster(text: str, directory: Path | None) -> str:
@@ -369,7 +412,7 @@ def _on_the_cluster(text: str, directory: Path | None) -> str:
     if read is None or directory is None:
         return text
     value = read.plain()
-    moved = _with_traces(key, value, lambda file: os.path.relpath(_normal(Path(file)), directory))
+    moved = _with_traces(key, value, lambda file: os.path.relpath(normal(Path(file)), directory))
     return text if moved == value else f"{key}={_as_yaml(moved)}"
 
 
@@ -406,11 +449,11 @@ def _runtime_env(env: RuntimeEnvSection, folder: Path) -> dict[str, Any]:
         plain["excludes"] = list(dict.fromkeys((*ALWAYS_EXCLUDED, *env.excludes)))
     if env.py_modules:
         plain["py_modules"] = [
-            module if _URL.match(module) else str(_normal(folder / module)) for module in env.py_modules
+            module if _URL.match(module) else str(normal(folder / module)) for module in env.py_modules
         ]
     for key in ("pip", "uv", "conda"):
         value = plain.get(key)
         if isinstance(value, str) and (folder / value).is_file():
-            plain[key] = str(_normal(folder / value))
+            plain[key] = str(normal(folder / value))
     plain["env_vars"] = {"RAY_JOB_STOP_WAIT_TIME_S": STOP_WAIT_S, **env.env_vars}
     return plain

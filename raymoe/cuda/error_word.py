@@ -74,11 +74,11 @@ class ErrorWord:
         return ErrorRecord(**{name: int(words[_RECORD + index]) for index, name in enumerate(_FIELDS)})
 
     def error(self) -> RaymoeError | None:
-        """Return the first failed wait as an exception, or None."""
-        record = self.record()
-        if record is None:
-            return None
-        with self._lock:
+        """Return the first failed wait as an exception, or None; None after `close`."""
+        with self._lock:  # `close` does not free the record meanwhile
+            record = None if self._closed else self.record()
+            if record is None:
+                return None
             op = self._ops[record.op] if record.op < len(self._ops) else f"operation {record.op}"
             reason = self._reason
         if record.code == FAILURE_ABORTED:

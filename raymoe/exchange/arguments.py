@@ -141,6 +141,11 @@ class Arguments:
             raise ConfigError(
                 f"weighted is a {type(weighted).__name__}; it is True or False: the weights are those of the dispatch"
             )
+        if weighted and self._spec.by_token:
+            raise ConfigError(
+                "weighted is True with layout token, where combine takes sums of rows: multiply the rows by "
+                "got.weights before you add them, and give weighted=False"
+            )
         _check_got(got, owner, "combine")
         assert isinstance(got, Dispatched)
         if self._rows.fits(rows, self._capacity, self._device):

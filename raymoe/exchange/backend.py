@@ -28,6 +28,10 @@ class Dispatched:
       overwrites `depth` dispatches later.
     - Layout `rank`: row i is `x[index[i]]`, where `x` is all slots. Rows stay until this rank's next dispatch (or
       `dispatch_send`), and the index of a gap points to a row of zeros.
+    - Layout `token`: row i is `x[i]`, one for each token that has experts here, in the order (source rank, token). Its
+      experts are `topk_idx[i]`, numbers on this rank, and -1 for those elsewhere; their weights are `weights[i]`. It is
+      token `sources[i, 1]` of rank `sources[i, 0]`.
+      `expert_offsets` is [0, the number of rows], and `expert_counts` says how often each expert is named.
 
     `expert_offsets` and `expert_counts` locate the rows of each local expert. Reading them on the device needs no wait:
 
@@ -43,7 +47,7 @@ class Dispatched:
     """
 
     x: torch.Tensor
-    weights: torch.Tensor  # float32[C], zero in gaps
+    weights: torch.Tensor  # float32[C], zero in gaps; with layout `token` float32[C, K], zero where the id is -1
     expert_offsets: torch.Tensor  # int32[L + 1], multiples of the alignment; a grouped GEMM takes [1:]
     expert_counts: torch.Tensor  # int32[L]
     index: torch.Tensor | None  # int64[C] with layout `rank`
@@ -58,6 +62,10 @@ class Dispatched:
     """float32[C, ceil(H / 128)] with output `raw`, strides (1, C rounded up to 4)."""
     site: int = 0
     """The number of the place that called the dispatch, such as a layer; 0: none. All ranks must agree on it."""
+    topk_idx: torch.Tensor | None = None
+    """int32[C, K] with layout `token`. Rows after the last one that came have -1."""
+    sources: torch.Tensor | None = None
+    """int32[C, 2] with layout `token`: rank and token. Rows after the last one that came have -1."""
     counted: int | None = None
     """The rows up to the last offset, once the host knows them: see `count`."""
 
@@ -95,7 +103,8 @@ class Dispatched:
         scales = None if self.scales is None else self.scales[:there]
         if self.index is not None:  # rows stay in their slots
             return ExactRows(self.x, self.weights[:there], self.index[:there], scales)
-        return ExactRows(self.x[:there], self.weights[:there], None, scales)
+        topk_idx = None if self.topk_idx is None else self.topk_idx[:there]
+        return ExactRows(self.x[:there], self.weights[:there], None, scales, topk_idx)
 
     def saved(self, kind: type[S]) -> S:
         """Return the state that the backend saved in the dispatch, of the one class that this backend saves."""
@@ -110,9 +119,10 @@ class ExactRows:
     """Views of a dispatch's rows up to the last offset: n rows, gaps included, which alignment 1 does not have."""
 
     x: torch.Tensor  # [n, H]; with layout `rank` all slots
-    weights: torch.Tensor  # float32[n]
+    weights: torch.Tensor  # float32[n], or [n, K] with layout `token`
     index: torch.Tensor | None  # int64[n] with layout `rank`
     scales: torch.Tensor | None  # float32[n, ceil(H / 128)] with output `raw`
+    topk_idx: torch.Tensor | None = None  # int32[n, K] with layout `token`
 
 
 # The interface of a backend, on CPUs and on GPUs. Its arguments have been checked.
@@ -192,6 +202,8 @@ class Backend(Protocol):
         self, rows: torch.Tensor, weights: torch.Tensor, got: Dispatched, out: torch.Tensor, out_weights: torch.Tensor
     ) -> None:
         """Combine `rows` without weights into `out`, and bring `weights`, float32[C], to `out_weights`, [T', K].
+
+        With layout `token` the weights are [C, K], as those of the result.
 
         An entry without an expert gets zero.
         """

@@ -65,6 +65,8 @@ class Choice:
     """Whether `fused` takes the LL path, which carries rows in lines (raymoe/exchange/peer/fused_ll.py)."""
     chunk: int = 0
     """Tokens of a chunk in which rows cross between domains; 0: all at once."""
+    parts: tuple[Choice, ...] = ()
+    """With layout `token`: the choices of its two parts (`ExchangeSpec.parts`)."""
 
     def chunks(self, tokens: int) -> int:
         """The number of chunks that hold `tokens` tokens."""
@@ -93,15 +95,18 @@ def choose(world: World, spec: ExchangeSpec, request: ExchangeRequest) -> Choice
     device = world.device.type
     names = _names_to_try(world, spec) if request.backend == "auto" else (request.backend,)
     between = device == "cuda" and world.domains > 1
-    reasons = [
-        why_not_between_domains(name, spec, facts, world.domains) if between else why_not(name, device, spec, facts)
-        for name in names
-    ]
-    for name, reason in zip(names, reasons, strict=True):
+    make = _choose_between_domains if between else _make_choice
+    parts, reasons = spec.parts(world.size), []
+    for name in names:
+        why = [
+            why_not_between_domains(name, part, facts, world.domains) if between else why_not(name, device, part, facts)
+            for part in parts
+        ]
+        reason = next(filter(None, why), None)
         if reason is None:
-            if between:
-                return _choose_between_domains(name, world, spec, request, facts)
-            return _make_choice(name, world, spec, request, facts)
+            made = tuple(make(name, world, part, request, facts) for part in parts)
+            return replace(made[0], parts=made) if spec.by_token else made[0]
+        reasons.append(reason)
     raise ConfigError(f"backend {request.backend} asked for and {reasons[0]}")
 
 
@@ -221,6 +226,8 @@ def make_backend(choice: Choice, world: World, spec: ExchangeSpec, workspace: Wo
     """Make this rank's part of the chosen backend."""
     # Imported here, so that a job loads torch.distributed or CUDA only where it uses it.
     name = choice.backend
+    if spec.by_token:
+        return _make_by_token(choice, world, spec, workspace)
     if world.device.type == "cuda":
         if world.domains > 1:
             return _make_between_gpus(choice, world, spec)
@@ -232,6 +239,19 @@ def make_backend(choice: Choice, world: World, spec: ExchangeSpec, workspace: Wo
 
         return CpuBackend(world, spec, HierarchicalRows(world, spec, partial(_make_carrier, name)))
     return CpuBackend(world, spec, _make_carrier(name, world, spec))
+
+
+def _make_by_token(choice: Choice, world: World, spec: ExchangeSpec, workspace: Workspace | None) -> Backend:
+    """Make the backend of layout `token`. Kernels over NVLink have one workspace for its two parts."""
+    from raymoe.exchange.token_rows import TokenBackend
+
+    parts, own = spec.parts(world.size), None
+    if BACKENDS[choice.backend].hopper_kernels and world.domains == 1 and workspace is None:
+        from raymoe.exchange.peer.workspace import Workspace
+
+        workspace = own = Workspace(world, spec)
+    makers = zip(choice.parts, parts, strict=True)
+    return TokenBackend(world, spec, [make_backend(each, world, part, workspace) for each, part in makers], own)
 
 
 def _make_carrier(name: str, world: World, spec: ExchangeSpec) -> Carrier:

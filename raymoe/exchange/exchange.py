@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, Self
 
 import torch
 
-from raymoe.errors import CaptureError, ConfigError, PlacementError, RaymoeError
+from raymoe.errors import CaptureError, ConfigError, PeerTimeout, PlacementError, RaymoeError
 from raymoe.exchange.arguments import Arguments, capturing, refuse_overlap, refuse_tracing
 from raymoe.exchange.backend import HARMLESS_ERRORS, Backend, Dispatched, Ids, PendingCombine, SplitBackend, Tokens
 from raymoe.exchange.calls import Calls, one_at_a_time
@@ -227,20 +227,24 @@ class Exchange(OfOneProcess):
         return self._dispatch(self._backend.dispatch, self._checked(tokens), out)
 
     def _checked(self, tokens: Tokens) -> Tokens:
-        arguments = tokens.x, tokens.topk_idx, tokens.topk_weights, tokens.num_tokens, tokens.zero_gaps, tokens.site
+        x = tokens.x if tokens.scales is None else (tokens.x, tokens.scales)
+        arguments = x, tokens.topk_idx, tokens.topk_weights, tokens.num_tokens, tokens.zero_gaps, tokens.site
         return self._arguments.dispatch(*arguments)
 
     @one_at_a_time
-    def combine_unkept(self, rows: torch.Tensor, got: Dispatched, weighted: bool) -> torch.Tensor:
-        """Combine into new memory."""
+    def combine_unkept(
+        self, rows: torch.Tensor, got: Dispatched, weighted: bool, out: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        """Combine into `out`, or into new memory."""
         self._ready("combine")
-        return self._combine(self._backend.combine, rows, got, weighted, None).y
+        return self._combine(self._backend.combine, rows, got, weighted, out).y
 
     @property
     def numbers(self) -> list[int]:
         """The numbers that torch's custom operators take: the handle, and the sizes of a dispatch's results.
 
-        The sizes are rows, local experts and words of metadata. Operators that trace look nothing else up.
+        The sizes are rows, local experts, words of metadata, and with layout `token` K, else 0. Operators that trace
+        look nothing else up.
         """
         if self._numbers is None:
             raise self._no_gradients("gradients")
@@ -248,7 +252,8 @@ class Exchange(OfOneProcess):
 
     def _operator_numbers(self) -> list[int]:
         size = self.world.size
-        return [self.handle, self.spec.rows(size), self.spec.local_experts(size), self._backend.metadata_words]
+        sizes = self.spec.rows(size), self.spec.local_experts(size), self._backend.metadata_words
+        return [self.handle, *sizes, self.spec.topk if self.spec.by_token else 0]
 
     def pack(self, got: Dispatched) -> torch.Tensor:
         """Return the metadata of a dispatch as one int32 tensor, from which `unpack` makes it again."""
@@ -271,9 +276,10 @@ class Exchange(OfOneProcess):
         backend = self._gradient_backend("combine_gradients")
         rows = self._arguments.combine(rows, got, False, self._backend)
         if not len(weights):  # no rows came; kernels take the address of an empty tensor, 0, for no weights
-            weights = weights.new_zeros(1)
+            weights = weights.new_zeros(1, *weights.shape[1:])
         y = torch.empty(got.tokens, self.spec.hidden, dtype=rows.dtype, device=self.world.device)
         entries = torch.empty(got.tokens, self.spec.topk, dtype=torch.float32, device=self.world.device)
+        self._poisoning.site = got.site
         with self._poisoning:
             backend.combine_gradients(rows, weights, got, y, entries)
         return y, entries
@@ -286,9 +292,10 @@ class Exchange(OfOneProcess):
         ranks' statuses, so they would go on alone.
         """
         from raymoe.exchange.cpu.cpu_backend import CpuBackend
+        from raymoe.exchange.token_rows import TokenBackend
 
         self._ready("combine")
-        if not isinstance(self._backend, CpuBackend):
+        if self.world.device.type != "cpu" or not isinstance(self._backend, CpuBackend | TokenBackend):
             raise ConfigError(
                 f"refuse on rank {self.world.rank}, whose world is on {self.world.device}; only CPU ranks can"
             )
@@ -307,6 +314,7 @@ class Exchange(OfOneProcess):
         backend = self._gradient_backend("dispatch_known")
         x, out = self._arguments.dispatch_known(x, got, out, self._backend)
         refuse_overlap("x", x, out)
+        self._poisoning.site = got.site
         with self._poisoning:
             backend.dispatch_known(x, got, out)
 
@@ -329,6 +337,15 @@ class Exchange(OfOneProcess):
         self._ready("check")
         with self._poisoning:
             self._backend.check()
+
+    def failure(self) -> RaymoeError | None:
+        """Return the failed wait of this rank, if its host can see one now. Nothing waits; any thread may call this.
+
+        It is for programs whose steps are graph replays, which raise nothing. NCCL's waits show in `check` alone.
+        """
+        if self._poison is None and self._workspace is not None and not self._closed:
+            return self._workspace.error.error()
+        return self._poison
 
     @one_at_a_time
     def close(self, together: bool = True) -> None:
@@ -353,6 +370,7 @@ class Exchange(OfOneProcess):
         into = self._next_own_rows() if out is None else self._arguments.dispatch_out(out)
         if into is not None:
             refuse_overlap("x", tokens.x, into)
+        self._poisoning.site = tokens.site
         with self._poisoning:
             got = call(tokens, into)
         got.site = tokens.site
@@ -378,6 +396,7 @@ class Exchange(OfOneProcess):
         else:
             y = self._arguments.combine_out(out, got.tokens)
             refuse_overlap("rows", rows, y)
+        self._poisoning.site = got.site
         with self._poisoning:
             call(rows, got, weighted, y)
         return PendingCombine(rows, got, weighted, y)
@@ -404,6 +423,8 @@ class Exchange(OfOneProcess):
         `sent` is the result of the send; None where `op` is a send.
         """
         self._ready(op, sent)
+        if self.spec.by_token:
+            raise ConfigError(f"{op} asked for; with layout token operations are not split")
         if not isinstance(self._backend, SplitBackend) and self.world.domains > 1:
             raise ConfigError(f"{op} asked for; between {self.world.domains} domains operations are not split")
         if not isinstance(self._backend, SplitBackend):
@@ -480,6 +501,8 @@ class _Poisoning:
 
     def __init__(self, exchange: Exchange) -> None:
         self._exchange = weakref.ref(exchange)
+        self.site = 0
+        """The number of the layer that called last; 0: none."""
 
     def __enter__(self) -> None:
         pass
@@ -491,6 +514,10 @@ class _Poisoning:
         if error is None or exchange is None or isinstance(error, HARMLESS_ERRORS):
             return
         cause, error = error, exchange.world.give_up(error)
+        if isinstance(error, PeerTimeout) and self.site:
+            error.advice = (
+                f"did all ranks call this layer, number {self.site}, and those before it, in the backward pass too?"
+            )
         if isinstance(error, RaymoeError):
             exchange._poison = copy.copy(error)  # drops the traceback, which refers to the exchange
         else:
@@ -519,7 +546,7 @@ def _let_go(backend: Backend, own: list[torch.Tensor]) -> None:
 def _own_rows(world: World, spec: ExchangeSpec) -> list[torch.Tensor]:
     """Allocate the exchange's own memory for rows, on all ranks or on none: all raise where one cannot."""
     dtype: torch.dtype = getattr(torch, spec.output_dtype)
-    shape, blocks = (spec.rows(world.size), spec.hidden), spec.depth if spec.layout == "expert" else 0
+    shape, blocks = (spec.rows(world.size), spec.hidden), spec.depth if spec.layout != "rank" else 0
     if not blocks:
         return []
     rows, problem = [], None

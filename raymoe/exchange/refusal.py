@@ -63,8 +63,7 @@ class Refusal:
             last = spec.experts - 1
             return f"rank {rank} asked for expert {self.number} for its token {self.other}; ids are -1 to {last}"
         if self.cause is Cause.CAPACITY:
-            rows = f"{self.number} rows, gaps included, came to rank {rank}"
-            return f"{rows}; its capacity is {spec.rows(ranks)}: raise exchange.capacity"
+            return f"{self.number} rows, gaps included, came to rank {rank}; its capacity is {spec.rows(ranks)}"
         if self.cause is Cause.TOKENS:
             can = f"x has {self.other} rows, so 0 to {self.other} can be sent"
             way_out = ": make the exchange with more tokens" if self.other == spec.tokens < self.number else ""
@@ -77,10 +76,12 @@ class Refusal:
             f"rank {self.other} sent rank {rank} a row for its expert {self.number}; it has {spec.local_experts(ranks)}"
         )
 
-    def error(self, rank: int, spec: ExchangeSpec, ranks: int) -> DataRefused:
-        """Return the error of this refusal, which `rank` raises or reports."""
+    def error(self, rank: int, spec: ExchangeSpec, ranks: int, most_rows: int = 0) -> DataRefused:
+        """Return the error of this refusal, which `rank` raises or reports. `most_rows` is what any rank needed."""
         refused = DataRefused(self.sentence(rank, spec, ranks))
-        refused.rows_needed = self.number if self.cause is Cause.CAPACITY else None
+        if self.cause is Cause.CAPACITY:
+            refused.rows_needed = needed = max(most_rows, self.number)
+            refused.advice = f"skip this step on all ranks, or take ExchangeSpec(capacity={needed}) or more, or 'worst'"
         return refused
 
 
@@ -121,10 +122,8 @@ def judge_statuses(statuses: Sequence[Refusal], spec: ExchangeSpec) -> DataRefus
     """
     for rank, refusal in enumerate(statuses):
         if refusal:
-            error = refusal.error(rank, spec, len(statuses))
-            if error.rows_needed is not None:
-                error.rows_needed = max(status.number for status in statuses if status.cause is Cause.CAPACITY)
-            return error
+            most_rows = max((status.number for status in statuses if status.cause is Cause.CAPACITY), default=0)
+            return refusal.error(rank, spec, len(statuses), most_rows)
     first = statuses[0]
     for rank, status in enumerate(statuses):
         if status.other >> SITE_SHIFT != first.other >> SITE_SHIFT:

@@ -5,10 +5,14 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from math import ceil
+from typing import TYPE_CHECKING
 
 from raymoe.errors import ConfigError
 from raymoe.fp8 import FP8, FP8_BLOCK
 from raymoe.memory.layout import ITEM_BYTES, WORD_STRIDE, Layout, Region, round_up
+
+if TYPE_CHECKING:
+    import torch
 
 # Limits of a spec, the same in a job and in the library.
 
@@ -25,7 +29,7 @@ MOST_FACTOR = 2**16
 """A capacity as a factor."""
 
 DTYPES = ("bfloat16", "float16", "float32")
-LAYOUTS = ("expert", "rank")
+LAYOUTS = ("expert", "rank", "token")
 PADDINGS = ("any", "zero")
 OUTPUTS = ("dequantised", "raw")
 TRANSPORTS = ("auto", "copy_engine")
@@ -43,6 +47,34 @@ _MOST = {
 }
 
 
+class DtypeName:
+    """A field that takes a dtype, as a name or as torch's object, and holds its name.
+
+    >>> class Torch32:  # prints as torch.float32 does
+    ...     def __repr__(self):
+    ...         return "torch.float32"
+    >>> ExchangeSpec(tokens=4, hidden=8, experts=2, topk=1, dtype=Torch32()).dtype
+    'float32'
+    """
+
+    def __init__(self, default: str) -> None:
+        self._default = default
+
+    def __set_name__(self, owner: type, name: str) -> None:
+        self._name = f"_{name}"
+
+    def __get__(self, spec: object, owner: type | None = None) -> str:
+        return self._default if spec is None else str(spec.__dict__[self._name])
+
+    def __set__(self, spec: object, dtype: str | torch.dtype) -> None:
+        spec.__dict__[self._name] = dtype_name(dtype)
+
+
+def dtype_name(dtype: str | torch.dtype) -> str:
+    """Return the name of a dtype that is given by its name or as torch's object."""
+    return str(dtype).removeprefix("torch.")
+
+
 @dataclass(frozen=True)
 class ExchangeSpec:
     """The shape of an exchange: at most T `tokens` a rank, H `hidden`, E `experts` in all, K `topk` a token.
@@ -55,6 +87,9 @@ class ExchangeSpec:
     - `float8_e4m3` as the wire of dispatch adds a float32 scale for each 128 elements. A finite element arrives finite,
       an infinity as the largest magnitude of its 128, NaN as NaN. Neither changes other elements.
     - `output` says what the caller gets of fp8 rows: rows of `dtype`, or values and scales.
+    - `layout` is the order of the rows that a rank receives: by expert, or as they arrive (`Dispatched`). `token` gives
+      one row for each token and rank, and takes one sum for it. It has no gaps, so `alignment` and `padding` mean
+      nothing there. A factor as `capacity` counts T·min(K, R) rows.
     - `depth` is the number of row blocks that the exchange owns; its dispatches use them in turn. With 0, the caller
       gives memory to each dispatch.
     - `transport` says what moves the rows of a dispatch: the backend's own kernel (`auto`), or with `staged` the copy
@@ -73,7 +108,8 @@ class ExchangeSpec:
     hidden: int
     experts: int
     topk: int
-    dtype: str = "bfloat16"
+    dtype: DtypeName = DtypeName("bfloat16")
+    """Of rows: a name, or torch's object for it. It is held as a name."""
     wire: str | Mapping[str, str] | tuple[tuple[str, str], ...] | None = None
     """Stored in its shortest form: None, a name for dispatch, or (direction, dtype) pairs where combine differs."""
     layout: str = "expert"
@@ -182,6 +218,9 @@ class ExchangeSpec:
             raise ConfigError(
                 f"{self.local_experts(ranks)} experts a rank in groups of {self.expert_group}; all groups are whole"
             )
+        if self.by_token:
+            for part in self.parts(ranks):
+                part.check(ranks)
         # The limit also holds where the capacity is a number: offsets are computed before they are compared with it.
         if (worst := self._worst(ranks)) > MOST_ROWS:
             raise ConfigError(
@@ -196,9 +235,11 @@ class ExchangeSpec:
         """Return C, the rows of `x`.
 
         In the worst case all experts of all tokens are here, since a token may name one expert several times. Each
-        expert, or group of experts, then has a gap of `alignment` - 1 rows.
+        expert, or group of experts, then has a gap of `alignment` - 1 rows. Layout `token` has a row for each token.
         """
         worst = self._worst(ranks)
+        if isinstance(self.capacity, float) and self.by_token:
+            return min(worst, ceil(self.capacity * self.tokens * min(self.topk, ranks)))
         if isinstance(self.capacity, float):
             return min(
                 worst, rows_of_factor(self.capacity, self.tokens * self.topk, self.groups(ranks), self.alignment)
@@ -212,6 +253,27 @@ class ExchangeSpec:
         32
         """
         return replace(self, capacity=self.rows(ranks)) if isinstance(self.capacity, float) else self
+
+    @property
+    def by_token(self) -> bool:
+        return self.layout == "token"
+
+    def parts(self, ranks: int) -> tuple[ExchangeSpec, ...]:
+        """Return the specs of the exchanges that one of this spec is made of: itself, except with layout `token`.
+
+        There the first brings each token's row to the ranks of its experts, as if a rank had one expert. The second
+        brings the ids and weights of the token and its source, as a row of float32 (`token_rows.py`).
+
+        >>> rows, choices = ExchangeSpec(tokens=8, hidden=64, experts=4, topk=3, layout="token").parts(ranks=2)
+        >>> rows.layout, rows.rows(ranks=2), choices.hidden, choices.dtype
+        ('expert', 16, 8, 'float32')
+        """
+        if not self.by_token:
+            return (self,)
+        rows = replace(self, layout="expert", alignment=1, padding="any", depth=0, capacity=self.rows(ranks))
+        hidden = round_up(2 * self.topk + 2, ROW_BYTES // ITEM_BYTES["float32"])
+        choices = ExchangeSpec(self.tokens, hidden, self.experts, self.topk, "float32", alignment=1, depth=0)
+        return rows, replace(choices, capacity=self._worst(ranks))
 
     def inside(self, domains: int) -> ExchangeSpec:
         """Return the spec of the exchange inside a domain of GPU ranks: the tokens of a whole rail.
@@ -235,6 +297,8 @@ class ExchangeSpec:
         return self.local_experts(ranks) // self.expert_group
 
     def _worst(self, ranks: int) -> int:
+        if self.by_token:
+            return ranks * self.tokens
         return worst_rows(ranks * self.tokens * self.topk, self.groups(ranks), self.alignment)
 
 

@@ -167,6 +167,12 @@ PANELS: tuple[Panel, ...] = (
         unit_of(metrics.IMBALANCE),
         (Query(f"max by (run, rank) ({now(metrics.IMBALANCE)})", "rank {{rank}}"),),
     ),
+    Panel(
+        "Rank load",
+        f"{metrics.RANK_LOAD.meaning} At 1 all are even. The rank with the largest value multiplies the most rows.",
+        unit_of(metrics.RANK_LOAD),
+        (Query(f"max by (run, rank) ({now(metrics.RANK_LOAD)})", "rank {{rank}}"),),
+    ),
     _count(metrics.RESTARTS, "Restarts"),
     _count(metrics.PEER_TIMEOUTS, "Peer timeouts"),
     _count(metrics.REFUSED_STEPS, "Refused steps"),

@@ -74,6 +74,13 @@ IMBALANCE = Metric(
     _RANK,
     "Rows of the rank's busiest expert, divided by the mean of all experts.",
 )
+RANK_LOAD = Metric(
+    "raymoe_rank_load",
+    Kind.GAUGE,
+    "ratio",
+    _RANK,
+    "Rows of the rank's experts, divided by the mean of all ranks.",
+)
 
 
 @dataclass(frozen=True)
@@ -116,7 +123,7 @@ REFUSED_STEPS = Metric("raymoe_refused_steps", Kind.COUNTER, "steps", (), "Steps
 VERIFY_FAILURES = Metric("raymoe_verify_failures", Kind.COUNTER, "steps", (), "Steps whose results were wrong.")
 
 TABLE: tuple[Metric, ...] = (
-    *(STEPS, STEPS_SECONDS, STEP_SECONDS, TOKENS, IMBALANCE),
+    *(STEPS, STEPS_SECONDS, STEP_SECONDS, TOKENS, IMBALANCE, RANK_LOAD),
     *(metric for op in OPS.values() for metric in (op.runs, op.seconds, op.nbytes)),
     *(RANK_STATE, CASES, CASES_DONE, RESTARTS, PEER_TIMEOUTS, REFUSED_STEPS, VERIFY_FAILURES),
 )
@@ -186,6 +193,8 @@ class RunMetrics:
         self._record(TOKENS, block.steps * work.tokens, of_rank)
         if work.imbalance is not None:
             self._record(IMBALANCE, work.imbalance, of_rank)
+        if work.rank_load is not None:
+            self._record(RANK_LOAD, work.rank_load, of_rank)
         for timed, us in zip(work.ops, block.us, strict=False):
             if (metrics := OPS.get(timed.op)) is None or us <= 0:
                 continue  # an operation without metrics, or one that this rank has no part in

@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import ray
 
 from raymoe.config import job_from_resolved
-from raymoe.errors import Aborted, PeerTimeout, RaymoeError
+from raymoe.errors import Aborted, DataRefused, PeerTimeout, RaymoeError
 from raymoe.gang.placement import Location
 from raymoe.gang.processes import SilenceWatch, end_with_parent, kept_imports, start_time, stderr_file
 from raymoe.gang.supervisor import Failure
@@ -315,6 +315,7 @@ class Rank:
 
     def _failure(self, error: Exception) -> Failure:
         """Return the error as a value. A wait that failed also names the peer that it waited for."""
+        _advise_in_a_job(error)
         peer = error.peer if isinstance(error, PeerTimeout | Aborted) else None
         self.log.line(f"failed: {error}")
         known = isinstance(error, RaymoeError)
@@ -327,6 +328,14 @@ class Rank:
             None if known else traceback.format_exc(),
             self.stopped_lines,
         )
+
+
+def _advise_in_a_job(error: Exception) -> None:
+    """Let an error name a key of the job, instead of an argument of the library. All ranks of a job call all layers."""
+    if isinstance(error, DataRefused) and error.rows_needed is not None:
+        error.advice = "raise exchange.capacity"
+    elif isinstance(error, PeerTimeout):
+        error.advice = ""
 
 
 def _open_world(member: Member, span: DomainSettings | None) -> World:

@@ -13,12 +13,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
 import torch
-from torch import nn
 
 from raymoe.memory.world import World
 
@@ -33,7 +32,7 @@ class SideStream:
         self._stream = _cuda.Stream(world.device)
 
     @contextmanager
-    def beside(self, module: nn.Module, x: torch.Tensor) -> Iterator[Beside]:
+    def beside(self, module: Callable[[torch.Tensor], Any], x: torch.Tensor) -> Iterator[Beside]:
         """Run `module(x)` beside the work inside. It begins where the work calls `start`."""
         call = Beside(self._stream, self._device, module, x)
         try:
@@ -48,7 +47,9 @@ class SideStream:
 class Beside:
     """One call of a module on a side stream."""
 
-    def __init__(self, stream: Any, device: torch.device, module: nn.Module, x: torch.Tensor) -> None:
+    def __init__(
+        self, stream: Any, device: torch.device, module: Callable[[torch.Tensor], Any], x: torch.Tensor
+    ) -> None:
         self._stream, self._device, self._module, self._x = stream, device, module, x
         self._ready, self._done = _cuda.Event(), _cuda.Event()
         self._ready.record(_cuda.current_stream(device))

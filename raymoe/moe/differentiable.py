@@ -52,6 +52,9 @@ class ExpertRows:
     """The ids, the metadata of the dispatch, the experts' offsets, and the number of tokens if one was given."""
     site: int = 0
     """The number of the dispatch's call site."""
+    topk_idx: torch.Tensor | None = None
+    """With layout `token`: int32[C, K] or [n, K], the local experts of each row, -1 elsewhere. The weights are [C, K]
+    then, and offsets and counts those of `Dispatched`."""
 
 
 def dispatch(
@@ -112,7 +115,14 @@ def _dispatch_by(
     rows, weights, offsets, counts, metadata = operator(exchange.numbers, site, *tokens, count)
     if torch.compiler.is_compiling():
         exchange.calls_made.add_(counts[:1])
-    return ExpertRows(rows, weights, offsets, counts, exchange, [tokens[1], metadata, offsets, *count], site)
+    routing = [tokens[1], metadata, offsets, *count]
+    return ExpertRows(rows, weights, offsets, counts, exchange, routing, site, _choices_in(metadata, exchange, rows))
+
+
+def _choices_in(metadata: torch.Tensor, exchange: Exchange, rows: torch.Tensor) -> torch.Tensor | None:
+    """Return the ids of rows by token, which are at the end of a dispatch's metadata; None with other layouts."""
+    _, capacity, _, words, topk = exchange.numbers
+    return metadata[words - capacity * topk :].view(capacity, topk)[: rows.shape[0]] if topk else None
 
 
 def combine(exchange: Exchange, rows: torch.Tensor, got: ExpertRows, weighted: bool = True) -> torch.Tensor:
@@ -124,6 +134,11 @@ def combine(exchange: Exchange, rows: torch.Tensor, got: ExpertRows, weighted: b
     """
     if got.exchange is not exchange:
         raise ConfigError("got comes from another exchange; combine takes the result of this exchange's dispatch")
+    if weighted and got.topk_idx is not None:
+        raise ConfigError(
+            "weighted is True with layout token, where combine takes sums of rows: multiply the rows by got.weights "
+            "before you add them, and give weighted=False"
+        )
     if rows.device.type != "cpu" and rows.shape[0] != got.x.shape[0]:
         raise ConfigError(
             f"rows has {rows.shape[0]} rows, and got.x has {got.x.shape[0]}: give as many; dispatch_exact "
@@ -207,7 +222,7 @@ def _dispatch_exact(
 
 def _dispatched(used: Exchange, tokens: Tokens) -> tuple[torch.Tensor, Dispatched]:
     """Dispatch into new memory; return all C rows, expert by expert, and the result."""
-    rows = _new_rows(used, tokens.x.dtype) if used.spec.layout == "expert" else None
+    rows = _new_rows(used, tokens.x.dtype) if used.spec.layout != "rank" else None
     got = used.dispatch_unkept(tokens, rows)
     return expert_major(got) if rows is None else rows, got
 
@@ -247,9 +262,11 @@ def _fake_dispatch_exact(
 
 def _fake_outputs(exchange: list[int], x: torch.Tensor, topk_weights: torch.Tensor, there: Any) -> _Outputs:
     _prepare_graph()
-    _, _, local, words = exchange
-    offsets, counts, metadata = (x.new_empty(size, dtype=torch.int32) for size in (local + 1, local, words))
-    return x.new_empty(there, x.shape[1]), topk_weights.new_empty(there), offsets, counts, metadata
+    _, _, local, words, topk = exchange
+    sizes = 2 if topk else local + 1, local, words
+    offsets, counts, metadata = (x.new_empty(size, dtype=torch.int32) for size in sizes)
+    weights = topk_weights.new_empty(there, topk) if topk else topk_weights.new_empty(there)
+    return x.new_empty(there, x.shape[1]), weights, offsets, counts, metadata
 
 
 @torch.library.impl("raymoe::combine", _DEVICES)

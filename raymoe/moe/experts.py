@@ -17,9 +17,11 @@ from torch import nn
 
 from raymoe.errors import ConfigError
 from raymoe.memory.world import World
+from raymoe.moe.by_row import sigmoid
 from raymoe.moe.expert_kernels import ActivationForm
 from raymoe.moe.expert_rows import Groups, add_expert_bias
 from raymoe.moe.product_operators import Added, gate_experts, multiply_experts, streams_weights
+from raymoe.moe.taken_over import OwnOfRank
 from raymoe.moe.torch_products import multiply_by_torch
 from raymoe.rows.activation import swiglu
 
@@ -47,14 +49,17 @@ class Activation:
         gate_up: torch.Tensor,
         expert_offsets: torch.Tensor | None = None,
         weights: torch.Tensor | None = None,
+        *,
+        by_row: bool = False,
     ) -> torch.Tensor:
         """Map [C, 2F] to [C, F], times the `weights`, float32[C], of the rows.
 
         With SwiGLU on GPUs rows from the last of `expert_offsets` on are left out, and one kernel does it all.
+        `by_row`: on a CPU too the bits of a result depend on its row alone.
         """
         if self == SWIGLU and _in_kernels(gate_up):
             return swiglu(gate_up, expert_offsets, weights)
-        h = self._unweighted(gate_up)
+        h = self._by_row(gate_up) if by_row else self._unweighted(gate_up)
         return h if weights is None else (h.float() * weights[:, None]).to(h.dtype)
 
     @property
@@ -63,10 +68,20 @@ class Activation:
         limit = inf if self.limit is None else self.limit
         return ActivationForm(self.interleaved, self.alpha, limit, self.up_plus)
 
-    def _unweighted(self, gate_up: torch.Tensor) -> torch.Tensor:
+    def _by_row(self, gate_up: torch.Tensor) -> torch.Tensor:
+        """Compute in float32, and round once."""
+        numbers = gate_up if gate_up.dtype == torch.float64 else gate_up.float()
+        gate, up = self._gate_and_up(numbers)
+        return (gate * sigmoid(gate * self.alpha) * (up + self.up_plus)).to(gate_up.dtype)
+
+    def _gate_and_up(self, gate_up: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         gate, up = (gate_up[:, ::2], gate_up[:, 1::2]) if self.interleaved else gate_up.chunk(2, dim=-1)
         if self.limit is not None:
             gate, up = gate.clamp(max=self.limit), up.clamp(-self.limit, self.limit)
+        return gate, up
+
+    def _unweighted(self, gate_up: torch.Tensor) -> torch.Tensor:
+        gate, up = self._gate_and_up(gate_up)
         gated = nn.functional.silu(gate) if self.alpha == 1.0 else gate * torch.sigmoid(gate * self.alpha)
         return gated * (up + self.up_plus if self.up_plus else up)
 
@@ -95,7 +110,7 @@ class ModelWeights:
     transposed: bool = False
 
 
-class Experts(nn.Module):
+class Experts(OwnOfRank):
     """The experts of one rank, with the parameters' names and layout of the model that they come from."""
 
     gate_up_proj: nn.Parameter
@@ -105,10 +120,14 @@ class Experts(nn.Module):
     saved_by_rank = False
     """Whether the program saves each rank's experts in a file of its own. Then `state_dict` gives them as plain tensors
     also where torch.distributed.checkpoint would take them for replicas."""
+    casts = False
+    """Whether the weights are wider than the rows, and are cast to their dtype in each forward pass."""
 
     def __init__(self, weights: ModelWeights, activation: Activation = SWIGLU) -> None:
         super().__init__()
         self.activation, self.transposed = activation, weights.transposed
+        self.by_row = False
+        """Whether the bits of a result depend on its row and its expert alone (docs/reproducibility.md)."""
         for name in ("gate_up_proj", "down_proj", "gate_up_proj_bias", "down_proj_bias"):
             value = getattr(weights, name)
             ready = value is None or isinstance(value, nn.Parameter)
@@ -146,16 +165,20 @@ class Experts(nn.Module):
         self, x: torch.Tensor, groups: Groups, weights: torch.Tensor | None, expected_rows: float
     ) -> torch.Tensor:
         gate_up_proj, down_proj = self._outputs_first(self.gate_up_proj), self._outputs_first(self.down_proj)
+        if self.casts:  # biases are added in float32 as they are
+            gate_up_proj, down_proj = gate_up_proj.to(x.dtype), down_proj.to(x.dtype)
         gate_up_bias, bias = local(self.gate_up_proj_bias), local(self.down_proj_bias)
         if _in_kernels(x):
-            gated = Added(gate_up_bias, weights, expected_rows, gaps_are_zero=True)
+            gated = Added(gate_up_bias, weights, expected_rows, self.by_row, gaps_are_zero=True)
             h, _ = gate_experts(x, gate_up_proj, groups, gated, self.activation.form)
-            added = Added(bias if weights is None else None, None, expected_rows, zero_gaps=False, gaps_are_zero=True)
+            last_bias = bias if weights is None else None
+            added = Added(last_bias, None, expected_rows, self.by_row, zero_gaps=False, gaps_are_zero=True)
             y = multiply_experts(h, down_proj, groups, added)
             return y if bias is None or weights is None else add_expert_bias(y, bias, groups, weights)
-        gate_up = multiply_by_torch(x, gate_up_proj, groups)
+        gate_up = multiply_by_torch(x, gate_up_proj, groups, self.by_row)
         gate_up = gate_up if gate_up_bias is None else add_expert_bias(gate_up, gate_up_bias, groups)
-        y = multiply_by_torch(self.activation(gate_up, groups.offsets, weights), down_proj, groups)
+        h = self.activation(gate_up, groups.offsets, weights, by_row=self.by_row)
+        y = multiply_by_torch(h, down_proj, groups, self.by_row)
         return y if bias is None else add_expert_bias(y, bias, groups, weights)
 
     def streams_weights(self, x: torch.Tensor, expected_rows: float) -> bool:
@@ -163,7 +186,7 @@ class Experts(nn.Module):
 
         It has SwiGLU alone, no biases and no gradients.
         """
-        if torch.compiler.is_compiling() or torch.is_grad_enabled():
+        if torch.compiler.is_compiling() or torch.is_grad_enabled() or self.casts or self.by_row:
             return False
         if self.activation != SWIGLU or self.gate_up_proj_bias is not None or self.down_proj_bias is not None:
             return False
@@ -195,6 +218,7 @@ def shard(experts: Experts, world: World) -> None:
 
     Without a group they stay plain, and `state_dict` refuses where they would be saved as replicas.
     """
+    experts.spread = world.size > 1
     if _are_shards(experts):
         return
     if world.process_group is None:

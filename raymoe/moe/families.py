@@ -18,6 +18,7 @@ from torch import nn
 
 from raymoe.errors import ConfigError
 from raymoe.moe.experts import SWIGLU, Activation, Experts, ModelWeights
+from raymoe.moe.host_routers import form_of
 from raymoe.moe.router import Router
 from raymoe.moe.router_formulas import RouterForm
 
@@ -35,6 +36,12 @@ class Parts:
     residual: bool = False
     gives_scores: bool = False
     """Whether the layer returns the router's weights too."""
+
+    def cast(self, dtype: torch.dtype) -> None:
+        """Let all parameters have a dtype. Buffers keep theirs: the correction of a choice is float32."""
+        for module in (self.router, self.experts, self.shared, self.norm):
+            for parameter in () if module is None else module.parameters():
+                parameter.data = parameter.data.to(dtype)
 
 
 def parts_of(block: Any, rank: int, ranks: int) -> Parts:
@@ -55,34 +62,23 @@ def _softmax(block: Any, rank: int, ranks: int) -> Parts:
     gate = block.gate
     if getattr(block, "jitter_noise", 0):
         raise ConfigError(f"router_jitter_noise is {block.jitter_noise}; a layer adds no noise: set it to 0")
-    form = RouterForm(len(gate.weight), gate.top_k, normalise=getattr(gate, "norm_topk_prob", True))
-    return Parts(Router(form, gate.weight), _swiglu_experts(block.experts, rank, ranks))
+    return Parts(Router(_form_of(gate), gate.weight), _swiglu_experts(block.experts, rank, ranks))
 
 
 def _deepseek(block: Any, rank: int, ranks: int) -> Parts:
     gate = block.gate
-    form = RouterForm(
-        len(gate.weight),
-        gate.top_k,
-        score="sigmoid",
-        normalise=gate.norm_topk_prob,
-        scale=gate.routed_scaling_factor,
-        groups=gate.num_group,
-        topk_groups=gate.topk_group,
-    )
-    router = Router(form, gate.weight, correction=gate.e_score_correction_bias)
+    router = Router(_form_of(gate), gate.weight, correction=gate.e_score_correction_bias)
     return Parts(router, _swiglu_experts(block.experts, rank, ranks), block.shared_experts)
 
 
 def _gpt_oss(block: Any, rank: int, ranks: int) -> Parts:
     gate, experts = block.router, block.experts
-    form = RouterForm(len(gate.weight), gate.top_k, score="chosen")
     activation = Activation(interleaved=True, alpha=experts.alpha, limit=experts.limit, up_plus=1.0)
     gate_up, down = (_outputs_first(_share(each, rank, ranks)) for each in (experts.gate_up_proj, experts.down_proj))
     biases = experts.gate_up_proj_bias, experts.down_proj_bias
     gate_up_bias, down_bias = (_share(bias, rank, ranks) for bias in biases)
     weights = ModelWeights(gate_up, down, gate_up_bias, down_bias, transposed=True)
-    router = Router(form, gate.weight, gate.bias)
+    router = Router(_form_of(gate), gate.weight, gate.bias)
     return Parts(router, Experts(weights, activation), router_name="router", gives_scores=True)
 
 
@@ -93,6 +89,12 @@ _FAMILIES: dict[str, Callable[[Any, int, int], Parts]] = {
     "DeepseekV3MoE": _deepseek,
     "GptOssMLP": _gpt_oss,
 }
+
+
+def _form_of(gate: Any) -> RouterForm:
+    form = form_of(gate)
+    assert form is not None, f"no form of {type(gate).__name__}"
+    return form
 
 
 def _swiglu_experts(experts: Any, rank: int, ranks: int) -> Experts:

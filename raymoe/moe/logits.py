@@ -4,7 +4,7 @@ On GPUs rows of bfloat16 go through the tensor cores, which multiply bfloat16 ex
 float32 number is the sum of two bfloat16 numbers, which hold 16 of its bits. The logits are as exact with them as with
 a weight of bfloat16: the sum over the columns rounds more.
 
-docs/experiments/router_logits.md has the times.
+docs/evidence/experiments/router_logits.md has the times.
 """
 
 from __future__ import annotations

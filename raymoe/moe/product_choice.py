@@ -11,8 +11,8 @@ from raymoe.moe.product_fp8 import ScaledTiles
 from raymoe.moe.products import FEW, MANY, SOME, TileClass
 
 CHOICES: tuple[tuple[float, TileClass | None], ...] = ((16.0, None), (72.0, FEW), (144.0, SOME), (inf, MANY))
-"""Rows of an expert, on average, up to which each is the fastest. None is few_rows.cu (docs/experiments/few_rows.md),
-which has SwiGLU alone; the others are classes of product.cu."""
+"""Rows of an expert, on average, up to which each is the fastest. None is few_rows.cu (docs/evidence/experiments/
+few_rows.md), which has SwiGLU alone; the others are classes of product.cu."""
 
 
 FP8_CHOICES: tuple[tuple[float, ScaledTiles], ...] = ((24.0, FP8_FEW), (48.0, FP8_SOME), (inf, FP8_MANY))

@@ -42,6 +42,8 @@ class Added:
     """float32[C]: each result is multiplied by its weight."""
     expected_rows: float = inf
     """The rows that an expert has on average, as the caller guesses. It chooses the kernel."""
+    by_row: bool = False
+    """Whether only kernels compute whose results have the same bits for any number of rows."""
     zero_gaps: bool = True
     """Whether results become zero in gaps where gradients are needed: another product of them needs that."""
     gaps_are_zero: bool = False
@@ -56,7 +58,8 @@ def multiply_experts(x: Tensor, weight: Tensor, groups: Groups, added: Added) ->
     check_dtype(x)
     tensors = x, weight, groups.offsets, groups.counts, added.bias, added.row_weights
     gradients = _needs_gradient(tensors)
-    arguments = *tensors, added.expected_rows, gradients and added.zero_gaps, added.gaps_are_zero, added.main_grad
+    numbers = added.expected_rows, added.by_row
+    arguments = *tensors, *numbers, gradients and added.zero_gaps, added.gaps_are_zero, added.main_grad
     direct = not gradients and _directly(tensors)
     y: Tensor = _multiply(*arguments) if direct else _ops.grouped_linear(*arguments)
     return y
@@ -78,9 +81,9 @@ def gate_experts(
     check_dtype(x)
     tensors = x, weight, groups.offsets, groups.counts, added.bias, added.row_weights
     gradients = _needs_gradient(tensors)
-    numbers = form.interleaved, form.alpha, form.limit, form.up_plus
+    numbers = form.interleaved, form.alpha, form.limit, form.up_plus, added.expected_rows, added.by_row
     kept, zeroed = gradients or keep_gate_up, gradients and added.zero_gaps
-    arguments = *tensors, *numbers, added.expected_rows, kept, zeroed, added.gaps_are_zero, added.main_grad
+    arguments = *tensors, *numbers, kept, zeroed, added.gaps_are_zero, added.main_grad
     direct = not gradients and _directly(tensors)
     results: tuple[Tensor, Tensor] = _gate(*arguments) if direct else _ops.grouped_gated(*arguments)
     return results
@@ -109,9 +112,9 @@ def _bounded(expected_rows: float, x: Tensor, weight: Tensor) -> float:
 _OPERANDS = "Tensor x, Tensor weight, Tensor offsets, Tensor counts, Tensor? bias, Tensor? row_weights"
 _GATE = "bool interleaved, float alpha, float limit, float up_plus"
 _SCHEMAS = {
-    "grouped_linear": f"({_OPERANDS}, float expected_rows, bool zero_gaps, bool gaps_are_zero, "
+    "grouped_linear": f"({_OPERANDS}, float expected_rows, bool by_row, bool zero_gaps, bool gaps_are_zero, "
     "Tensor? main_grad) -> Tensor",
-    "grouped_gated": f"({_OPERANDS}, {_GATE}, float expected_rows, bool keep_gate_up, bool zero_gaps, "
+    "grouped_gated": f"({_OPERANDS}, {_GATE}, float expected_rows, bool by_row, bool keep_gate_up, bool zero_gaps, "
     "bool gaps_are_zero, Tensor? main_grad) -> (Tensor y, Tensor gate_up)",
 }
 define(_SCHEMAS)
@@ -165,23 +168,23 @@ class _Operands:
 
 
 def _multiply(*arguments: Any) -> Tensor:
-    *tensors, expected_rows, zeroes_gaps, gaps_are_zero, _main_grad = arguments
+    *tensors, expected_rows, by_row, zeroes_gaps, gaps_are_zero, _main_grad = arguments
     operands = _Operands(*tensors)
     x, weight, bias, row_weights = operands.x, operands.weight, operands.bias, operands.row_weights
     few = bias is None and row_weights is None and not zeroes_gaps and few_rows.takes(x, weight, gated=False)
-    tiles = choose(_bounded(expected_rows, x, weight), few)
+    tiles = choose(_bounded(expected_rows, x, weight), few and not by_row)
     if tiles is None:
         return operands.by_few_rows(gated=False)
     if not product_launch.takes(x, weight, None):
-        return _multiply_by_torch(operands, zeroes_gaps and not gaps_are_zero)
+        return _multiply_by_torch(operands, zeroes_gaps and not gaps_are_zero, by_row=by_row)
     product = operands.product(None, tiles, False, zeroes_gaps)
     product_launch.launch(product)
     return product.y
 
 
-def _multiply_by_torch(operands: _Operands, zeroes_gaps: bool) -> Tensor:
+def _multiply_by_torch(operands: _Operands, zeroes_gaps: bool, *, by_row: bool) -> Tensor:
     groups, bias, row_weights = operands.groups, operands.bias, operands.row_weights
-    y = multiply_by_torch(operands.x, operands.weight, groups)
+    y = multiply_by_torch(operands.x, operands.weight, groups, by_row)
     if row_weights is not None:
         none = y.new_zeros(len(groups.counts), y.shape[1]) if bias is None else bias
         added, there = bias_of_rows(y, none, *operands.places)
@@ -198,7 +201,7 @@ def _fake_multiply(x: Tensor, weight: Tensor, *_: object) -> Tensor:
 
 def _save_for_product(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:  # noqa: ARG001  (torch gives it by name)
     # Backward passes of other micro-batches may write to main_grad before this one, so it is no saved tensor.
-    *tensors, ctx.expected_rows, _zeroes_gaps, ctx.gaps_are_zero, ctx.main_grad = inputs
+    *tensors, ctx.expected_rows, _by_row, _zeroes_gaps, ctx.gaps_are_zero, ctx.main_grad = inputs
     ctx.save_for_backward(*tensors)
 
 
@@ -233,34 +236,35 @@ def _weight_gradient(main_grad: Tensor | None, dy: Tensor, x: Tensor, groups: Gr
     return None
 
 
-_NONE = (None,) * 7
+_NONE = (None,) * 8
 
 
 # A product and a gated activation.
 
 
 def _gate(*arguments: Any) -> tuple[Tensor, Tensor]:
-    *operands_and_form, expected_rows, keep_gate_up, zeroes_gaps, gaps_are_zero, _main_grad = arguments
+    *operands_and_form, expected_rows, by_row, keep_gate_up, zeroes_gaps, gaps_are_zero, _main_grad = arguments
     operands, form = _Operands(*operands_and_form[:6]), ActivationForm(*operands_and_form[6:])
     x, weight = operands.x, operands.weight
     gate = Gate(form.interleaved, form.alpha, form.limit, form.up_plus)
     few = operands.bias is None and operands.row_weights is None and not keep_gate_up and not zeroes_gaps
     few = few and form == PLAIN and few_rows.takes(x, weight, gated=True)
-    tiles = choose(_bounded(expected_rows, x, weight), few)
+    tiles = choose(_bounded(expected_rows, x, weight), few and not by_row)
     if tiles is None:
         return operands.by_few_rows(gated=True), x.new_empty(0)
     if not product_launch.takes(x, weight, gate):
-        return _gate_by_torch(operands, form, keep_gate_up, zeroes_gaps and not gaps_are_zero)
+        zeroed = zeroes_gaps and not gaps_are_zero
+        return _gate_by_torch(operands, form, keep_gate_up, zeroed, by_row=by_row)
     product = operands.product(gate, tiles, keep_gate_up, zeroes_gaps)
     product_launch.launch(product)
     return product.y, x.new_empty(0) if product.gate_up is None else product.gate_up
 
 
 def _gate_by_torch(
-    operands: _Operands, form: ActivationForm, keep_gate_up: bool, zeroes_gaps: bool
+    operands: _Operands, form: ActivationForm, keep_gate_up: bool, zeroes_gaps: bool, *, by_row: bool
 ) -> tuple[Tensor, Tensor]:
     groups, bias = operands.groups, operands.bias
-    gate_up = multiply_by_torch(operands.x, operands.weight, groups)
+    gate_up = multiply_by_torch(operands.x, operands.weight, groups, by_row)
     if form == PLAIN and bias is None and not zeroes_gaps:
         return _swiglu(gate_up, groups, operands.row_weights), gate_up if keep_gate_up else gate_up.new_empty(0)
     if not keep_gate_up:
@@ -289,7 +293,7 @@ def _fake_gate(x: Tensor, weight: Tensor, *others: Any) -> tuple[Tensor, Tensor]
 
 def _save_for_gate(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
     x, weight, offsets, counts, bias, row_weights, *numbers = inputs
-    *ctx.numbers, ctx.expected_rows, _keep_gate_up, _zeroes_gaps, ctx.gaps_are_zero, ctx.main_grad = numbers
+    *ctx.numbers, ctx.expected_rows, _by_row, _keep_gate_up, _zeroes_gaps, ctx.gaps_are_zero, ctx.main_grad = numbers
     ctx.bias_dtype = None if bias is None else bias.dtype
     ctx.mark_non_differentiable(output[1])
     ctx.set_materialize_grads(False)
@@ -298,7 +302,7 @@ def _save_for_gate(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tens
 
 def _gate_backward(ctx: Any, dy: Tensor | None, _gate_up: None) -> tuple[Tensor | None, ...]:
     if dy is None:
-        return (*_NONE, *_NONE, None)
+        return (None,) * 16
     x, weight, offsets, counts, row_weights, gate_up = ctx.saved_tensors
     needs_x, needs_weight, _, _, needs_bias, needs_row_weights, *_ = ctx.needs_input_grad
     groups, form = Groups(offsets, counts), ActivationForm(*ctx.numbers)

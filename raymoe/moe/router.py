@@ -7,6 +7,7 @@ to machine.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
@@ -15,7 +16,9 @@ from torch import nn
 import raymoe.moe.router_formulas as formulas
 import raymoe.moe.router_kernels as kernels
 import raymoe.rows.row_launch as row_launch
+from raymoe.moe.by_row import in_tiles
 from raymoe.moe.logits import logits_of
+from raymoe.moe.route_site import RouteSite, fitting
 from raymoe.moe.router_formulas import RouterForm
 from raymoe.rows.direct import Computation, backward_directly, directly, needs_gradient
 from raymoe.rows.operator_definitions import define
@@ -57,6 +60,31 @@ def route(
     return _choose(logits, bias, form)
 
 
+def replay_route(
+    logits: torch.Tensor, form: RouterForm, recorded: torch.Tensor, bias: torch.Tensor | None = None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Take recorded ids [T', K], of any dtype, and compute their weights from `logits[T', E]`, with gradients.
+
+    A token with an id below 0 was not recorded: `route` chooses for it. Where the recorded ids are those that `route`
+    chooses, the weights are the same bits.
+
+    >>> logits, recorded = torch.tensor([[0.0, 1.0, 2.0, -1.0]] * 2), torch.tensor([[0, 1], [-1, -1]])
+    >>> ids, weights = replay_route(logits, RouterForm(experts=4, topk=2), recorded)
+    >>> ids.tolist(), [round(weight, 4) for weight in weights[0].tolist()]
+    ([[0, 1], [2, 1]], [0.2689, 0.7311])
+    """
+    if not logits.is_cpu:
+        weights, ids = _ops.replay_route(logits, bias, recorded, *_fields(form))
+        return ids, weights
+    wide = logits if logits.dtype == torch.float64 else logits.float()
+    return formulas.replay(formulas.route(wide, form, bias), recorded, _weights_of(wide, form))
+
+
+def _weights_of(logits: torch.Tensor, form: RouterForm) -> Callable[[torch.Tensor], torch.Tensor]:
+    """Return a function that weighs ids; those out of range, which a dispatch refuses, read no memory of others."""
+    return lambda ids: formulas.weights_of(logits, ids.clamp(max=form.experts - 1), form)
+
+
 def _fields(form: RouterForm) -> tuple[int, str, bool, float, int, int]:
     """The form as arguments of an operator, without the number of experts, which the logits have."""
     return form.topk, form.score, form.normalise, form.scale, form.groups, form.topk_groups
@@ -68,6 +96,8 @@ _FIELDS = "int topk, str score, bool normalise, float scale, int groups, int top
 define(
     {
         "route": f"(Tensor logits, Tensor? bias, {_FIELDS}) -> (Tensor topk_weights, Tensor topk_idx)",
+        "replay_route": f"(Tensor logits, Tensor? bias, Tensor recorded, {_FIELDS})"
+        " -> (Tensor topk_weights, Tensor topk_idx)",
         "router_sums": "(Tensor logits, Tensor topk_idx, bool sigmoid) -> (Tensor score_sums, Tensor load)",
     }
 )
@@ -78,6 +108,15 @@ _ops: Any = torch.ops.raymoe
 def _route(logits: torch.Tensor, bias: torch.Tensor | None, *fields: Any) -> tuple[torch.Tensor, torch.Tensor]:
     ids, weights = _choose(logits, bias, RouterForm(logits.shape[1], *fields))
     return weights, ids  # the order that opcheck needs: the first result has gradients
+
+
+@torch.library.impl("raymoe::replay_route", ("cpu", "cuda"))
+def _replay_route(
+    logits: torch.Tensor, bias: torch.Tensor | None, recorded: torch.Tensor, *fields: Any
+) -> tuple[torch.Tensor, torch.Tensor]:
+    form = RouterForm(logits.shape[1], *fields)
+    ids, weights = formulas.replay(_choose(logits, bias, form), recorded, _weights_of(logits.float(), form))
+    return weights, ids
 
 
 def _choose(
@@ -96,8 +135,17 @@ def _fake_route(
     return logits.new_empty(shape, dtype=torch.float32), logits.new_empty(shape, dtype=torch.int64)
 
 
+def _fake_replay_route(
+    logits: torch.Tensor, bias: torch.Tensor | None, recorded: torch.Tensor, topk: int, *_: object
+) -> tuple[torch.Tensor, torch.Tensor]:
+    del recorded
+    return _fake_route(logits, bias, topk)
+
+
 def _save_for_route(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, torch.Tensor]) -> None:
-    logits, _, *fields = inputs
+    logits, *others = inputs
+    fields = others[-len(_FIELDS.split(",")) :]
+    ctx.others = len(others)
     ctx.form = RouterForm(logits.shape[1], *fields)
     ctx.save_for_backward(logits, output[1])
     ctx.mark_non_differentiable(output[1])
@@ -105,11 +153,14 @@ def _save_for_route(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tenso
 
 def _route_backward(ctx: Any, dweights: torch.Tensor, _: object) -> tuple[Any, ...]:
     logits, topk_idx = ctx.saved_tensors
-    return formulas.route_backward(dweights, logits, topk_idx, ctx.form), *[None] * 7
+    # Of ids out of range, which a dispatch refuses, only the memory matters.
+    topk_idx = topk_idx.clamp(max=ctx.form.experts - 1)
+    return formulas.route_backward(dweights, logits, topk_idx, ctx.form), *[None] * ctx.others
 
 
-torch.library.register_fake("raymoe::route", _fake_route)
-torch.library.register_autograd("raymoe::route", _route_backward, setup_context=_save_for_route)
+for _name, _fake in (("route", _fake_route), ("replay_route", _fake_replay_route)):
+    torch.library.register_fake(f"raymoe::{_name}", _fake)
+    torch.library.register_autograd(f"raymoe::{_name}", _route_backward, setup_context=_save_for_route)
 
 
 class _Route(Computation):
@@ -212,11 +263,30 @@ class Router(nn.Module):
         self.weight = _parameter(weight)
         self.bias = None if bias is None else _parameter(bias)
         self.register_buffer("e_score_correction_bias", correction)
+        self.routes = RouteSite()
+        self.by_row = False
+        """Whether the bits of a token's result depend on that token alone (docs/reproducibility.md)."""
 
-    def forward(self, x: torch.Tensor) -> Routed:
-        """Map the tokens of x[..., H], one after the other, to their experts, best first, and the weights."""
-        logits = logits_of(x.reshape(-1, x.shape[-1]), self.weight, self.bias)
-        ids, weights = route(logits, self.form, self.e_score_correction_bias)
+    def forward(self, x: torch.Tensor, recorded: torch.Tensor | None = None) -> Routed:
+        """Map the tokens of x[..., H], one after the other, to their experts, best first, and the weights.
+
+        `recorded` has ids [T', K] for the tokens, which it takes instead of its choice (`replay_route`).
+        """
+        rows = x.reshape(-1, x.shape[-1])
+        if self.by_row:
+            logits = in_tiles(lambda tile: logits_of(tile, self.weight, self.bias), rows)
+        else:
+            logits = logits_of(rows, self.weight, self.bias)
+        site, form, bias = self.routes, self.form, self.e_score_correction_bias
+        if recorded is None:
+            recorded = site.take(len(logits), form.topk)
+        else:
+            recorded = fitting(recorded.reshape(-1, recorded.shape[-1]), len(logits), form.topk)
+        if recorded is None:
+            ids, weights = route(logits, form, bias)
+        else:
+            ids, weights = replay_route(logits, form, recorded, bias)
+        site.note(ids)
         return Routed(ids, weights, logits)
 
 

@@ -6,12 +6,14 @@ the lowest number. NaN counts as larger than every number, as in torch.topk: the
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from raymoe.errors import ConfigError
+from raymoe.moe.by_row import sigmoid
 
 SCORES = ("softmax", "sigmoid", "chosen")
 TINY = 1e-20  # keeps a sum of scores that are all zero from dividing by zero
@@ -73,13 +75,48 @@ def route(logits: Tensor, form: RouterForm, bias: Tensor | None = None) -> tuple
         best, ids = _best(logits if bias is None else logits + bias, form)
         weights = (best if bias is None else logits.gather(1, ids)).softmax(dim=-1)
         return ids, weights * form.scale if form.scale != 1.0 else weights
-    scores = logits.sigmoid() if form.score == "sigmoid" else logits.softmax(dim=-1)
+    scores = sigmoid(logits) if form.score == "sigmoid" else logits.softmax(dim=-1)
     weights, ids = _best(scores if bias is None else scores + bias, form)
     if bias is not None or form.groups > 1:
         weights = scores.gather(1, ids)
     if form.normalise:
         weights = weights / (weights.sum(dim=-1, keepdim=True) + TINY)
     return ids, weights * form.scale if form.scale != 1.0 else weights
+
+
+def weights_of(logits: Tensor, topk_idx: Tensor, form: RouterForm) -> Tensor:
+    """Return the weights of experts that are chosen already, with gradients.
+
+    >>> weights_of(torch.zeros(1, 4), torch.tensor([[2, 1]]), RouterForm(4, 2, scale=3.0)).tolist()
+    [[1.5, 1.5]]
+    """
+    if form.score == "chosen":
+        weights = logits.gather(1, topk_idx).softmax(dim=-1)
+        return weights * form.scale if form.scale != 1.0 else weights
+    scores = sigmoid(logits) if form.score == "sigmoid" else logits.softmax(dim=-1)
+    return weights_of_scores(scores, topk_idx, form)
+
+
+def weights_of_scores(scores: Tensor, topk_idx: Tensor, form: RouterForm) -> Tensor:
+    """Return the weights of chosen experts from the scores of all."""
+    weights = scores.gather(1, topk_idx)
+    if form.normalise:
+        weights = weights / (weights.sum(dim=-1, keepdim=True) + TINY)
+    return weights * form.scale if form.scale != 1.0 else weights
+
+
+def replay(live: tuple[Tensor, Tensor], recorded: Tensor, weigh: Callable[[Tensor], Tensor]) -> tuple[Tensor, Tensor]:
+    """Put recorded ids in the place of those that a router chose; return them and their weights.
+
+    `live` is the router's choice. A token with an id below 0 was not recorded, and keeps it. So does a token whose
+    recorded ids are those of the choice: its weights are the same bits. `weigh` computes the weights of all ids. Ids
+    out of range stay, for the dispatch to refuse; they have the weight of another expert.
+    """
+    live_ids, live_weights = live
+    recorded = recorded.to(live_ids.dtype)
+    ids = torch.where((recorded < 0).any(dim=-1, keepdim=True), live_ids, recorded)
+    same = (ids == live_ids).all(dim=-1, keepdim=True)
+    return ids, torch.where(same, live_weights, weigh(ids).to(live_weights.dtype))
 
 
 def _best(values: Tensor, form: RouterForm) -> tuple[Tensor, Tensor]:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from raymoe.errors import ConfigError
+from raymoe.moe.by_row import in_tiles
 from raymoe.moe.expert_rows import Groups
 from raymoe.rows.operator_definitions import define
 
@@ -25,13 +27,13 @@ def arithmetic_dtype(dtype: torch.dtype) -> torch.dtype:
     return torch.float64 if dtype == torch.float64 else torch.float32
 
 
-def multiply_by_torch(rows: Tensor, weight: Tensor, groups: Groups) -> Tensor:
+def multiply_by_torch(rows: Tensor, weight: Tensor, groups: Groups, by_row: bool = False) -> Tensor:
     """Multiply each expert's rows [C, K] by its `weight[e]`, [N, K]. The result has the dtype of the weights.
 
     On a CPU rows of no expert become zero. On a GPU they are multiplied up to the last offset, and unspecified from
-    there on.
+    there on. `by_row`, for CPUs: the bits of a result depend on its row and its expert alone.
     """
-    y: Tensor = _ops.grouped_product(rows, weight, groups.offsets, groups.counts)
+    y: Tensor = _ops.grouped_product(rows, weight, groups.offsets, groups.counts, by_row)
     return y
 
 
@@ -46,7 +48,7 @@ def outer_by_torch(dy: Tensor, rows: Tensor, groups: Groups) -> Tensor:
 
 _PLACES = "Tensor offsets, Tensor counts"
 _SCHEMAS = {
-    "grouped_product": f"(Tensor rows, Tensor weight, {_PLACES}) -> Tensor",
+    "grouped_product": f"(Tensor rows, Tensor weight, {_PLACES}, bool by_row=False) -> Tensor",
     "grouped_outer": f"(Tensor dy, Tensor rows, {_PLACES}) -> Tensor",
 }
 define(_SCHEMAS)
@@ -54,7 +56,7 @@ _ops: Any = torch.ops.raymoe
 
 
 @torch.library.impl("raymoe::grouped_product", "cpu")
-def _grouped_product(rows: Tensor, weight: Tensor, offsets: Tensor, counts: Tensor) -> Tensor:
+def _grouped_product(rows: Tensor, weight: Tensor, offsets: Tensor, counts: Tensor, by_row: bool = False) -> Tensor:
     y = torch.empty(len(rows), weight.shape[1], dtype=weight.dtype)
     arithmetic, end = arithmetic_dtype(weight.dtype), 0
     for expert, (start, count) in enumerate(zip(offsets.tolist(), counts.tolist(), strict=False)):
@@ -63,22 +65,32 @@ def _grouped_product(rows: Tensor, weight: Tensor, offsets: Tensor, counts: Tens
         if count:
             part = slice(start, end)
             with torch.autocast("cpu", enabled=False):  # the fake has the dtype of the weights
-                y[part] = nn.functional.linear(rows[part].to(arithmetic), weight[expert].to(arithmetic))
+                multiply = functools.partial(nn.functional.linear, weight=weight[expert].to(arithmetic))
+                own_rows = rows[part].to(arithmetic)
+                y[part] = in_tiles(multiply, own_rows) if by_row else multiply(own_rows)
     y[end:].zero_()
     return y
 
 
-def multiply_by_offsets(rows: Tensor, weight: Tensor, offsets: Tensor, counts: Tensor) -> Tensor:
+def multiply_by_offsets(rows: Tensor, weight: Tensor, offsets: Tensor, counts: Tensor, by_row: bool = False) -> Tensor:
     """Multiply as on a GPU, by offsets that the host never reads; of float16 torch makes the host wait."""
     del counts
+    if by_row:
+        raise ConfigError(
+            f'deterministic="batch" and experts {list(weight.shape)} of {weight.dtype}, which kernels/moe/product.cu '
+            "does not take here: torch's products on a GPU add in another order for other numbers of rows; use "
+            "bfloat16 or float16 on Hopper GPUs, and sizes that are multiples of 16"
+        )
     product: Any = nn.functional.grouped_mm
     with torch.autocast(rows.device.type, enabled=False):
         y: Tensor = product(rows.contiguous(), weight.transpose(-2, -1), offs=_ends(offsets))
     return y
 
 
-def _fake_grouped_product(rows: Tensor, weight: Tensor, offsets: Tensor, counts: Tensor) -> Tensor:
-    del offsets, counts
+def _fake_grouped_product(
+    rows: Tensor, weight: Tensor, offsets: Tensor, counts: Tensor, by_row: bool = False
+) -> Tensor:
+    del offsets, counts, by_row
     return weight.new_empty(rows.shape[0], weight.shape[1])
 
 
@@ -112,8 +124,8 @@ def _fake_grouped_outer(dy: Tensor, rows: Tensor, offsets: Tensor, counts: Tenso
     return dy.new_empty(counts.shape[0], dy.shape[1], rows.shape[1])
 
 
-def _save_for_product(ctx: Any, inputs: tuple[Tensor, ...], output: Tensor) -> None:
-    ctx.save_for_backward(*inputs)
+def _save_for_product(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    ctx.save_for_backward(*inputs[:4])
     del output
 
 
@@ -122,7 +134,7 @@ def _product_backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
     groups = Groups(offsets, counts)
     needs_rows, needs_weight = ctx.needs_input_grad[:2]
     drows = multiply_by_torch(dy, weight.transpose(1, 2), groups).to(rows.dtype) if needs_rows else None
-    return drows, outer_by_torch(dy, rows, groups) if needs_weight else None, None, None
+    return drows, outer_by_torch(dy, rows, groups) if needs_weight else None, None, None, None
 
 
 torch.library.impl("raymoe::grouped_product", "cuda", multiply_by_offsets)

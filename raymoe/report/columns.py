@@ -3,6 +3,7 @@
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 
+from raymoe.report.layer_times import shares_of_step
 from raymoe.report.measures import measured_link_gbps
 from raymoe.report.results import Line
 
@@ -111,8 +112,9 @@ MEASURES: dict[str, tuple[str, Callable[[object], str]]] = {
 }
 
 
-IMBALANCE = "expert_load_imbalance"
-"""In the caption if all lines share it: a matrix over the routing varies it."""
+CAPTIONED = {"expert_load_imbalance": "imbalance", "max_error": "max error"}
+"""Measures in the caption if all lines that have them share one value. A matrix over the routing varies the imbalance,
+and all parts of a step have its error."""
 
 
 def show(key: str, value: object) -> str:
@@ -140,24 +142,59 @@ def columns_of(lines: Sequence[Line]) -> list[Column]:
     columns = setting_columns(lines)
     for key, (header, formatted) in MEASURES.items():
         values = [line[key] for line in lines]
-        if key == IMBALANCE and _shared(lines, key):
+        if _is_captioned(lines, key):
             continue
         if any(value is not None for value in values):
-            cells = ["-" if value is None else formatted(value) for value in values]
+            write = _fixed(0) if key in _TIMES and _is_long(values) else formatted
+            cells = ["-" if value is None else write(value) for value in values]
             columns.append(Column(header, cells, right=True))
     if any(int(str(line["runs"] or 1)) > 1 for line in lines):  # else each sample is one run, or nobody knows
         columns.append(Column("runs a sample", [show("runs", line["runs"]) for line in lines], right=True))
-    known = ("of push", shares_of_push(lines)), ("of link", shares_of_link(lines)), ("of copy", shares_of_copy(lines))
-    for header, shares in known:
+    rows = [_rows_of_capacity(line) for line in lines]
+    if len({*rows} - {"-"}) > 1:
+        columns.append(Column("busiest rank's rows", rows, right=True))
+    known = {"of push": shares_of_push, "of link": shares_of_link, "of copy": shares_of_copy, "of step": shares_of_step}
+    for header, shares_of in known.items():
+        shares = shares_of(lines)
         if any(shares):
-            columns.append(Column(header, [f"{share:.0%}" if share else "-" for share in shares], right=True))
+            cells = [f"{share:.0%}" if share else "-" for share in shares]
+            if header == "of link" and any(line["gbps_link"] for line in lines):
+                header = "of link GB/s"
+                cells = [_of_its_link(cell, line) for cell, line in zip(cells, lines, strict=True)]
+            columns.append(Column(header, cells, right=True))
     if any(ratios := speedups(lines)):
         columns.append(Column("vs slowest", [f"{ratio:.2f}x" if ratio else "-" for ratio in ratios], right=True))
+    if any(line["losses"] for line in lines):
+        columns.append(Column("loss", [loss_of(line) for line in lines], right=True))
+    if any(restarts(line) for line in lines):
+        columns.append(Column("went on from step", [", ".join(map(str, restarts(line))) or "-" for line in lines]))
     if any(line["stopped"] for line in lines):
         columns.append(Column("stopped", [f"after {line['samples']}" if line["stopped"] else "-" for line in lines]))
     if any(line["leaves_out"] or line["skipped"] for line in lines):
         columns.append(Column("leaves out", [_leaves_out(line) for line in lines]))
     return columns
+
+
+def loss_of(line: Line) -> str:
+    """Write the first and the last loss of a training.
+
+    >>> loss_of({"losses": [[1, 6.25], [2, 5.0], [3, 1.5]]}), loss_of({"losses": None})
+    ('6.250 to 1.500', '-')
+    """
+    points = line["losses"]
+    if not isinstance(points, list) or not points:
+        return "-"
+    return f"{points[0][1]:.3f} to {points[-1][1]:.3f}"
+
+
+def restarts(line: Line) -> list[int]:
+    """Return the steps from which ranks went on after one was lost, or after the run was resumed.
+
+    >>> restarts({"starts": [0, 100, 100]}), restarts({"starts": None})
+    ([100, 100], [])
+    """
+    starts = line["starts"]
+    return [int(step) for step in starts[1:]] if isinstance(starts, list) else []
 
 
 def caption_of(lines: Sequence[Line]) -> str:
@@ -167,10 +204,46 @@ def caption_of(lines: Sequence[Line]) -> str:
         for key, header in SETTINGS.items()
         if key != "op" and lines[0][key] is not None and not _varies(lines, key)
     ]
-    values = {line[IMBALANCE] for line in lines} - {None}
-    if len(values) == 1:
-        shared.append(f"imbalance {MEASURES[IMBALANCE][1](values.pop())}")
+    for key, name in CAPTIONED.items():
+        values = {line[key] for line in lines} - {None}
+        if values and _is_captioned(lines, key):
+            shared.append(f"{name} {MEASURES[key][1](values.pop())}")
+    rows = {_rows_of_capacity(line) for line in lines} - {"-"}
+    if len(rows) == 1:
+        shared.append(f"busiest rank {rows.pop()} rows")
     return f"{lines[0]['workload']}: {', '.join(shared)}"
+
+
+_TIMES = ("us_p50", "us_p99")
+_LONG_US = 1000.0
+"""Times of which none is shorter are written without decimals."""
+
+
+def _is_long(values: Sequence[object]) -> bool:
+    return min(float(str(value)) for value in values if value is not None) >= _LONG_US
+
+
+def _of_its_link(share: str, line: Line) -> str:
+    """Add the limit of the same run to a share of it.
+
+    >>> _of_its_link("75%", {"gbps_link": 254.0}), _of_its_link("75%", {"gbps_link": None})
+    ('75% of 254.00', '75%')
+    """
+    return f"{share} of {_rate(line['gbps_link'])}" if line["gbps_link"] else share
+
+
+def _is_captioned(lines: Sequence[Line], key: str) -> bool:
+    return key in CAPTIONED and len({line[key] for line in lines} - {None}) <= 1
+
+
+def _rows_of_capacity(line: Line) -> str:
+    """Write the rows of the busiest rank in its fullest step, and the rows that it has memory for.
+
+    >>> _rows_of_capacity({"rows_busiest": 2304, "rows_capacity": 8320})
+    '2,304 of 8,320'
+    """
+    most, capacity = line["rows_busiest"], line["rows_capacity"]
+    return "-" if most is None or capacity is None else f"{most:,} of {capacity:,}"
 
 
 def speedups(lines: Sequence[Line]) -> list[float | None]:
@@ -262,12 +335,26 @@ def sends_dispatch_rows(line: Line) -> bool:
 
 
 def shares_of_link(lines: Sequence[Line]) -> list[float | None]:
-    """Divide each line's GB/s by the highest rate measured on such links, for any size."""
-    limits = [measured_link_gbps(line["device"]) if line["op"] in EXCHANGES else None for line in lines]
+    """Divide each line's GB/s by those of plain copies of as many bytes in the same run.
+
+    Lines of older runs, and of other systems, are divided by the highest rate measured on such links, for any size.
+
+    >>> keys = {"op": "dispatch", "device": "NVIDIA H200", "gbps_wire": 190.5}
+    >>> shares_of_link([keys | {"gbps_link": 254.0}, keys | {"gbps_link": None}])
+    [0.75, 0.5]
+    """
+    limits = [link_gbps(line) for line in lines]
     return [
         float(str(line["gbps_wire"])) / limit if limit and line["gbps_wire"] else None
         for line, limit in zip(lines, limits, strict=True)
     ]
+
+
+def link_gbps(line: Line) -> float | None:
+    """Give the limit of an exchange's GB/s; None if it is not known."""
+    if line["gbps_link"]:
+        return float(str(line["gbps_link"]))
+    return measured_link_gbps(line["device"]) if line["op"] in EXCHANGES else None
 
 
 COPIES = ("copy", "own_copy")
@@ -299,11 +386,6 @@ def shares_of_copy(lines: Sequence[Line]) -> list[float | None]:
 
 def _leaves_out(line: Line) -> str:
     return f"skipped: {line['skipped']}" if line["skipped"] else show("leaves_out", line["leaves_out"])
-
-
-def _shared(lines: Sequence[Line], key: str) -> bool:
-    """Whether all lines that have this key have one value of it."""
-    return len({line[key] for line in lines if line[key] is not None}) <= 1
 
 
 def _varies(lines: Sequence[Line], key: str) -> bool:

@@ -297,8 +297,9 @@ def headline(record: Record) -> str:
     summary = record.summary
     if summary is None:
         return f"{shortened(record.run)}: not ended (running, or killed), {finished}"
-    message = f": {shortened(summary['message'], MOST_MESSAGE)}" if summary.get("message") else ""
     status = shortened(summary.get("status"))
+    told = summary.get("message") not in (None, "", summary.get("status"))  # a run that ended well only says "done"
+    message = f": {shortened(summary['message'], MOST_MESSAGE)}" if told else ""
     return f"{shortened(record.run)}: {status}, exit code {summary.get('exit_code')}, {finished}{message}"
 
 

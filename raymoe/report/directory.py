@@ -123,6 +123,10 @@ class DirectoryLock:
     def close(self) -> None:
         self._file.close()
 
+    def outlive_exec(self) -> None:
+        """Keep the lock in the program that this process becomes, and until that ends."""
+        os.set_inheritable(os.dup(self._file.fileno()), True)
+
     def _read_holder(self) -> str:
         self._file.seek(0)
         return printable(self._file.read(200).strip()) or "another process"

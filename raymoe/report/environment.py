@@ -5,7 +5,7 @@ import os
 import platform
 import socket
 import subprocess
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 
 import raymoe
@@ -32,8 +32,22 @@ def environment() -> dict[str, object]:
             "cores": os.cpu_count(),
             "usable": len(os.sched_getaffinity(0)),
         },
+        "load_average": round(os.getloadavg()[0], 1),  # of the last minute, before the run starts a process
         "memory": {"total_bytes": total_memory(_read("/proc/meminfo").splitlines()), "limit_bytes": _memory_limit()},
     }
+
+
+def busy(facts: Mapping[str, object]) -> str | None:
+    """Say how busy a machine was when a run began, if all its CPUs had other work; else None, and for older runs too.
+
+    >>> busy({"load_average": 14.4, "cpu": {"usable": 2}}), busy({"load_average": 0.3, "cpu": {"usable": 2}}), busy({})
+    ('load average 14.4 on 2 CPUs', None, None)
+    """
+    load, cpu = facts.get("load_average"), facts.get("cpu")
+    usable = cpu.get("usable") if isinstance(cpu, dict) else None
+    if not isinstance(load, int | float) or not isinstance(usable, int) or load < max(usable, 1):
+        return None
+    return f"load average {load:.1f} on {usable} CPU{'s' * (usable != 1)}"
 
 
 def commit(sources: Path = SOURCES) -> str | None:

@@ -1,15 +1,16 @@
-"""Draws exchanges: over tokens and SMs, the split of their time, timelines, overlap, and the load of experts.
+"""Draws exchanges: over tokens and SMs, the split of their time, timelines, and overlap.
 
 All lines are from `displayed`.
 """
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Iterator, Mapping, Sequence
 
 from raymoe.exchange.peer.trace import COUNTING, FINAL, LOCAL, PLACEMENT, POINTS, SENDERS
-from raymoe.report.columns import BASELINE, EXCHANGES, Column, sends_dispatch_rows, show
+from raymoe.report.columns import BASELINE, EXCHANGES, Column, sends_dispatch_rows, shares_of_link, show
 from raymoe.report.figure import Figure, Panel, curve_columns, how_and_where
 from raymoe.report.measures import gbps, integer, link_of, measured_link_gbps, ranks_on, three_digits, us
 from raymoe.report.results import Line
@@ -24,8 +25,8 @@ from raymoe.report.svg import (
     Key,
     Limit,
     Point,
+    compact,
     duration,
-    spread,
 )
 from raymoe.report.tables import Group, grouped, overlap_times, timeline_of
 
@@ -93,13 +94,15 @@ def _token_figure(group: Group, styles: Mapping[str, int], several: bool) -> Fig
         style = styles.get(group.label(line), -1), several and line["run"] != first
         times.append(Curve(label, [Point(count, us(line)) for count, line in sorted(by_tokens.items())], *style))
         # Nothing crosses a link with a single rank, and perhaps with a single token.
-        crossing = [(count, gbps(line)) for count, line in sorted(by_tokens.items()) if line["gbps_wire"]]
+        crossing = [(count, gbps(line)) for count, line in sorted(by_tokens.items()) if has_rate(line)]
         if crossing:
             rates.append(Curve(label, [Point(count, rate) for count, rate in crossing], *style))
     x = Axis("tokens a rank", log=True, write=lambda value: f"{value:.0f}")
     charts = [Chart("Time", x, Axis("µs, slowest rank", log=True), times[:MOST_CURVES])]
+    limit_curve = _limit_curve(group.lines)
     if rates:
         limits = _link_limits(group.lines)
+        rates = [*rates[: MOST_CURVES - len(limit_curve)], *limit_curve]
         charts.append(Chart("Bandwidth", x, Axis("GB/s, busiest port", log=False), rates[:MOST_CURVES], limits))
     return Figure(
         _stem(group, group.op),
@@ -107,8 +110,19 @@ def _token_figure(group: Group, styles: Mapping[str, int], several: bool) -> Fig
         how_and_where(group.lines),
         [Panel(chart) for chart in charts],
         curve_columns("tokens", str, **{"us": times, "GB/s": rates}),
-        times[:MOST_CURVES],
+        [*times[:MOST_CURVES], *(limit_curve if rates else [])],
     )
+
+
+def _limit_curve(lines: Sequence[Line]) -> list[Curve]:
+    """Give the curve of what the links gave for as many bytes in the same run; nothing where that is not known."""
+    by_tokens: dict[int, float] = {}
+    for line in lines:
+        if line["gbps_link"] and line["gbps_wire"]:
+            tokens = integer(line, "tokens")
+            by_tokens[tokens] = max(by_tokens.get(tokens, 0.0), float(str(line["gbps_link"])))
+    points = [Point(tokens, rate) for tokens, rate in sorted(by_tokens.items())]
+    return [Curve("plain copies of as many bytes", points, -1, dashed=True)] if points else []
 
 
 def _link_limits(lines: Sequence[Line]) -> list[Limit]:
@@ -116,7 +130,8 @@ def _link_limits(lines: Sequence[Line]) -> list[Limit]:
     for device in {line["device"] for line in lines}:
         if link := link_of(device):
             limits.add(Limit(link[0], f"{link[0]:.0f} GB/s, {link[1]}"))
-        if most := measured_link_gbps(device):
+        unmeasured = all(not line["gbps_link"] for line in lines)
+        if unmeasured and (most := measured_link_gbps(device)):
             limits.add(Limit(most, f"{most:.0f} GB/s, most measured"))
     return sorted(limits, key=lambda limit: limit.value)
 
@@ -128,7 +143,8 @@ def _bar_figure(group: Group, several: bool) -> Figure:
         time, least, most = us(line), _or(line["us_min"], us(line)), _or(line["us_p99"], us(line))
         grey = line["backend"] == BASELINE
         segment = BarSegment(0, time, "grey" if grey else f"c{index % 6}", f"median {time:,.1f} µs")
-        rate = f", {three_digits(gbps(line))} GB/s" if line["gbps_wire"] else ""
+        rate = f", {three_digits(gbps(line))} GB/s{of_link(line)}" if has_rate(line) else ""
+        rate += f", {compact(float(str(line['tokens_per_s'])))} tokens/s" if line["tokens_per_s"] else ""
         rows.append(Bar(_label(group, line, several), f"{duration(time)}{rate}", [segment], (least, most)))
     most = max(bar.whisker[1] if bar.whisker else 0 for bar in rows)
     columns = [
@@ -155,6 +171,17 @@ def _times(lines: Sequence[Line], key: str, header: str) -> Column:
     return Column(header, cells, right=True)
 
 
+def has_rate(line: Line) -> bool:
+    """Whether the line's GB/s are those of a transfer. Older runs also have some of a layer's whole step."""
+    return bool(line["gbps_wire"]) and line["op"] in EXCHANGES
+
+
+def of_link(line: Line) -> str:
+    """Say which share of the links' limit a line reaches; nothing where the limit is not known."""
+    [share] = shares_of_link([line])
+    return "" if share is None else f", {share:.0%} of the links"
+
+
 def _or(value: object, otherwise: float) -> float:
     return otherwise if value is None else float(str(value))
 
@@ -170,6 +197,9 @@ def _split_figures(groups: Sequence[Group], several: bool) -> Iterator[Figure]:
     whole = {label: by_op for label, by_op in by_label.items() if len(by_op) == len(EXCHANGES)}
     if not whole:
         return
+    if len({by_op["dispatch"]["backend"] for by_op in whole.values()}) > 1:
+        # Systems with as many SMs stand side by side. `auto` comes last.
+        whole = dict(sorted(whole.items(), key=lambda bar: sms_in_case(bar[1]["dispatch"]) or math.inf))
     rows = []
     times: dict[str, tuple[float, float, float]] = {}
     for label, by_op in list(whole.items())[:MOST_BARS]:
@@ -389,78 +419,3 @@ _OVERLAP = {
     "product beside us": "product_beside",
     "both us": "both",
 }
-
-
-# The load of experts.
-
-_LOAD_POINTS = 32  # of a curve
-_LEAST_SHARE = 1e-3  # of the mean; experts with less have no point
-_LEAST_LOAD = 1e-6  # rows of a step; a file of somebody else may hold sums that are too small to divide by
-
-
-def load_figures(lines: Sequence[Line]) -> Iterator[Figure]:
-    """Draw the rows of each expert in a step, the busiest first: a curve for each different load."""
-    several = len({line["run"] for line in lines}) > 1
-    different: dict[tuple[object, ...], tuple[Line, list[float]]] = {}
-    for line in lines:
-        load = line["expert_load"]
-        if isinstance(load, list) and sum(load) > _LEAST_LOAD:
-            different.setdefault((several and line["run"], *load), (line, load))
-        if len(different) == MOST_BARS:
-            break
-    if not different:
-        return
-    loads = _labelled(list(different.values()), several)
-    curves = []
-    for index, (label, (_, load)) in enumerate(loads.items()):
-        mean, ordered = sum(load) / len(load), sorted(load, reverse=True)
-        places = sorted({round(len(load) ** (i / _LOAD_POINTS)) for i in range(_LOAD_POINTS + 1)})
-        points = [Point(place, ordered[place - 1] / mean) for place in places]
-        curves.append(Curve(label, [point for point in points if point.y >= _LEAST_SHARE], index))
-    x = Axis("experts, the busiest first", log=True, write=lambda value: f"{value:.0f}")
-    y = Axis("rows of a step / mean", log=spread(curves) > 20)
-    even = [Limit(1.0, "even")] if any(point.y <= 1 for curve in curves for point in curve.points) else []
-    chart = Chart("Load of experts", x, y, curves[:MOST_CURVES], even)
-    yield Figure(
-        "expert-load",
-        chart.title,
-        f"{ranks_on([line for line, _ in loads.values()])}. Counted once, when a case is set up.",
-        [Panel(chart)],
-        _load_columns(loads),
-        curves[:MOST_CURVES],
-        "Rows of an average step, over all ranks. Cases with one routing share a curve. Idle experts have no point.",
-    )
-
-
-def _labelled(loads: Sequence[tuple[Line, list[float]]], several: bool) -> dict[str, tuple[Line, list[float]]]:
-    """Name each load by its routing and tokens, and also by its case where that is not enough."""
-    plain = [f"{line['routing']}, {line['tokens']} tokens" for line, _ in loads]
-    names = [f"{line['run']}: {name}" if several else name for name, (line, _) in zip(plain, loads, strict=True)]
-    return {
-        name if names.count(name) == 1 else f"{name} ({line['case']})": (line, load)
-        for name, (line, load) in zip(names, loads, strict=True)
-    }
-
-
-def _load_columns(loads: Mapping[str, tuple[Line, list[float]]]) -> list[Column]:
-    rows = []
-    for line, load in loads.values():
-        mean, busiest = sum(load) / len(load), max(load)
-        ranks = int(str(line["ranks"] or 1))
-        local = max(1, len(load) // max(1, ranks))
-        by_rank = [sum(load[first : first + local]) for first in range(0, len(load), local)]
-        rows.append(
-            (
-                f"{len(load)}",
-                f"{mean:,.1f}",
-                f"{load.index(busiest)}",
-                f"{busiest:,.1f}",
-                f"{busiest / mean:.2f}",
-                f"{max(by_rank) * len(by_rank) / sum(load):.2f}",
-                f"{load.count(0)}",
-            )
-        )
-    headers = ("experts", "mean rows", "busiest", "its rows", "/ mean", "busiest rank / mean", "idle")
-    cells = [list(column) for column in zip(*rows, strict=True)]
-    numbers = [Column(header, column, right=True) for header, column in zip(headers, cells, strict=True)]
-    return [Column("routing", list(loads)), *numbers]

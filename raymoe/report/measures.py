@@ -45,6 +45,12 @@ def us(line: Line) -> float:
     return float(str(line["us_p50"]))
 
 
+def rank_medians(line: Line) -> list[float]:
+    """Give the median of each rank; empty if the line does not have them."""
+    times = line["us_by_rank"]
+    return [float(median) for median, _ in times] if isinstance(times, list) else []
+
+
 def integer(line: Line, key: str) -> int:
     return int(str(line[key]))
 

@@ -31,8 +31,11 @@ from raymoe.report.compare import (
     letters,
 )
 from raymoe.report.directory import write_atomically
+from raymoe.report.environment import busy
+from raymoe.report.exchange_figures import has_rate, of_link
 from raymoe.report.figure import Figure, figure_body, picture_html, style_sheet
 from raymoe.report.history import environments
+from raymoe.report.layer_parts import layer_sentences
 from raymoe.report.measures import gbps, integer, ranks_on, three_digits, us
 from raymoe.report.plots import figures
 from raymoe.report.results import (
@@ -51,7 +54,7 @@ from raymoe.report.results import (
     read_document,
     shortened,
 )
-from raymoe.report.svg import Bar, BarChart, BarSegment, duration, safe
+from raymoe.report.svg import Bar, BarChart, BarSegment, compact, duration, safe
 from raymoe.report.tables import by_workload, further_tables
 
 MOST_TABLE = 350_000
@@ -99,9 +102,9 @@ def page(records: Sequence[Record]) -> str:
     sections.append(("cases", "Cases and generations", "".join(_cases(run, several) for run in shown)))
     links = "".join(f'<a href="#{name}">{title}</a>' for name, title, _ in sections)
     body = "".join(f'<section id="{name}"><h2>{title}</h2>{content}</section>' for name, title, content in sections)
-    verdicts = "".join(_verdict(run, several) for run in shown) + _highlights(every, several)
-    compared = [] if several else sentences(every)
-    verdicts += "".join(f"<p>{safe(sentence)}</p>" for sentence in compared)
+    compared = [] if several else [*layer_sentences(every), *sentences(every)]
+    verdicts = "".join(_verdict(run, several) for run in shown)
+    verdicts += "".join(f"<p>{safe(sentence)}</p>" for sentence in compared) + _highlights(every, several)
     title = " and ".join(shortened(record.run) for record in records[:3])
     return (
         '<!doctype html>\n<html lang="en"><head><meta charset="utf-8">'
@@ -153,6 +156,8 @@ def _facts(shown: Shown, wrong: int) -> Iterator[tuple[str, object]]:
         yield "ran on", ranks_on(lines)
     if began := _began(record.run):
         yield "began", began
+    if other_work := busy(read_document(record.path / ENVIRONMENT) or {}):
+        yield "machine was busy", other_work
     if record.generations:
         yield "gang ready after", ", ".join(_seconds(generation.ready_s) for generation in record.generations[:8])
         beginnings = [generation.began for generation in record.generations]
@@ -230,10 +235,12 @@ def _cards(lines: Sequence[Line], several: bool) -> Iterator[tuple[str, str, str
     for op, of_op in by_op.items():
         tokens = max(integer(line, "tokens") if line["tokens"] else 0 for line in of_op)
         named = {"exchange": "dispatch and combine", "step": "step"}.get(str(op), str(op))
-        best = min((line for line in of_op if (line["tokens"] or 0) == tokens), key=us)
-        rate = f", {three_digits(gbps(best))} GB/s" if best["gbps_wire"] else ""
+        compared = [line for line in of_op if (line["tokens"] or 0) == tokens]
+        best = min(compared, key=us)
+        rate = f", {three_digits(gbps(best))} GB/s{of_link(best)}" if has_rate(best) else ""
+        rate += f", {compact(float(str(best['tokens_per_s'])))} tokens/s" if best["tokens_per_s"] else ""
         where = f"{named} of {tokens} tokens a rank" if tokens else named
-        yield f"fastest {where}", duration(us(best)), f"{by(best, 'backend')}{rate}"
+        yield f"{'fastest ' * (len(compared) > 1)}{where}", duration(us(best)), f"{by(best, 'backend')}{rate}"
 
 
 # Config and environment.

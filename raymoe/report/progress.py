@@ -20,17 +20,20 @@ SECONDS_BETWEEN_LINES = 5.0  # at least, of plain progress lines, so that a job'
 class TimeLeft:
     """Estimates when all cases are done: the rest of this case at its pace, and others like those done before.
 
+    The pace is that between the first step that was heard of and the last, so that it leaves out the set-up.
+
     >>> now = 0.0
     >>> left = TimeLeft(cases=3, finished=0, clock=lambda: now)
-    >>> left.seconds("a", 0.0)
+    >>> left.seconds("a", 0.0); now = 8.0
+    >>> left.words("a", 0.25)
+    '2 more cases'
     >>> now = 10.0
-    >>> left.seconds("a", 0.25), left.words("a", 0.25)
-    (110.0, '2 more cases, about 110 s left')
-    >>> left.done(); now = 12.0
-    >>> left.seconds("b", 0.0)
-    >>> now = 15.0
+    >>> left.seconds("a", 0.5), left.words("a", 0.5)
+    (32.0, '2 more cases, about 32 s left')
+    >>> now = 12.0; left.done()
+    >>> left.seconds("b", 0.5); now = 13.0
     >>> left.words("b", 0.75)
-    '1 more case, about 11 s left'
+    '1 more case, about 13 s left'
     """
 
     def __init__(self, cases: int, finished: int, clock: Callable[[], float] = time.monotonic) -> None:
@@ -38,17 +41,22 @@ class TimeLeft:
         self._took: list[float] = []  # seconds of each case that this process finished
         self._case: str | None = None
         self._began = 0.0
+        self._first: tuple[float, float] | None = None
+        """When the case's first share was heard of, and that share."""
 
     def seconds(self, case: str, share: float) -> float | None:
         """Return the seconds left when a share of this case is done; None before there is a pace."""
+        now = self._clock()
         if case != self._case:
-            self._case, self._began = case, self._clock()
-        elapsed = self._clock() - self._began
-        if share <= 0 or elapsed <= 0:
+            self._case, self._began, self._first = case, now, None
+        if share > 0 and self._first is None:
+            self._first = now, share
+        if self._first is None or share <= self._first[1]:
             return None
-        whole = elapsed / share
-        others = sum(self._took) / len(self._took) if self._took else whole
-        return whole - elapsed + others * self._others
+        since, done_then = self._first
+        rest = (1 - share) * (now - since) / (share - done_then)
+        others = sum(self._took) / len(self._took) if self._took else now - self._began + rest
+        return rest + others * self._others
 
     def words(self, case: str, share: float) -> str:
         """Return the cases and the time left as the end of a line; empty if nothing can be said yet."""
@@ -80,23 +88,26 @@ def about(seconds: float) -> str:
     return f"{seconds / 60:.0f} min" if seconds < 7200 else f"{seconds / 3600:.1f} h"
 
 
-_LINE = re.compile(r"^case ([0-9]+)/([0-9]+) .*?(?:[;,] about ([0-9.]+ (?:s|min|h)) left)?$", re.MULTILINE)
+# Ray puts the name of a process in brackets before a line that came from another process than the job's own.
+_LINE = re.compile(
+    r"^(?:\([^()\n]*\) )?(case|step) ([0-9]+)/([0-9]+)\b.*?(?:[;,] about ([0-9.]+ (?:s|min|h)) left)?$", re.MULTILINE
+)
 _LAST_CHARACTERS = 100_000
 
 
 def last_progress(log: str) -> str:
-    """Read where a run is from its log; empty if it has no progress line.
+    """Read where a run or a program is from its log; empty if it has no progress line.
 
     >>> last_progress("case 1/6 a: done\\ncase 2/6 b: step 7/50; 4 more cases, about 3 min left\\nother\\n")
     'case 2/6, about 3 min left'
-    >>> last_progress("case 1/6 a: done\\n"), last_progress("")
-    ('case 1/6', '')
+    >>> last_progress("case 1/6 a: done\\n"), last_progress(""), last_progress("(Trainer pid=7) step 8/24: loss 4.1\\n")
+    ('case 1/6', '', 'step 8/24')
     """
     lines = _LINE.findall(log[-_LAST_CHARACTERS:])
     if not lines:
         return ""
-    case, cases, left = lines[-1]
-    return f"case {case}/{cases}" + (f", about {left} left" if left else "")
+    kind, number, all_of_them, left = lines[-1]
+    return f"{kind} {number}/{all_of_them}" + (f", about {left} left" if left else "")
 
 
 class ProgressBar:

@@ -28,7 +28,7 @@ from raymoe.report.reading import (
     text,
 )
 from raymoe.shell import STOP_SIGNALS
-from raymoe.workload.progress import MOST_LOADS
+from raymoe.workload.progress import MOST_LOADS, MOST_POINTS, MOST_RANK_TIMES
 
 # Lines of results.jsonl: their keys in order, and how they are written and read back.
 
@@ -50,20 +50,12 @@ KEYS = (
         "seed",
     ),
     *("layout", "alignment", "padding", "sms", "stages", "beside", "l2", "leaves_out", "skipped", "stopped"),
-    *("samples", "runs", "us_p50", "us_p99", "us_min", "us_max", "host_us_p50", "timeline"),
-    *(
-        "bytes_wire",
-        "gbps_wire",
-        "bytes_net",
-        "bytes_memory",
-        "gbps_memory",
-        "bytes_weights",
-        "tflops",
-        "tokens_per_s",
-        "bytes_peak",
-        "bytes_kept",
-    ),
-    *("expert_load_imbalance", "expert_load"),
+    *("samples", "runs", "us_p50", "us_p99", "us_min", "us_max"),
+    *("us_by_rank", "us_over_steps", "host_us_p50", "timeline"),
+    *("bytes_wire", "gbps_wire", "gbps_link", "bytes_net", "bytes_memory", "gbps_memory", "bytes_weights"),
+    *("tflops", "tokens_per_s", "bytes_peak", "bytes_kept"),
+    *("expert_load_imbalance", "expert_load", "rows_busiest", "rows_capacity"),
+    *("losses", "starts"),
     *("verified", "max_error", "device", "commit"),
 )
 
@@ -72,6 +64,7 @@ LATER_KEYS = frozenset(
         *("beside", "l2", "leaves_out", "skipped", "host_us_p50", "timeline", "expert_load_imbalance", "expert_load"),
         *("stages", "bytes_memory", "gbps_memory", "bytes_peak", "bytes_kept", "domains", "bytes_net"),
         *("chunks", "runs", "rows", "ffn", "bytes_weights", "tflops", "tokens_per_s", "stopped"),
+        *("us_by_rank", "us_over_steps", "gbps_link", "rows_busiest", "rows_capacity", "losses", "starts"),
     }
 )
 """Keys that lines of earlier versions lack. They are read as null."""
@@ -79,7 +72,7 @@ LATER_KEYS = frozenset(
 Line = dict[str, object]
 
 MOST_RANKS = 4096
-MOST_POINTS = 64
+MOST_MARKS = 64
 
 
 def rank(value: object) -> bool:
@@ -95,7 +88,7 @@ def generation(value: object) -> bool:
 
 def timeline(value: object) -> bool:
     """Whether a value is a list of points: the name, and the first, the median and the last block's microseconds."""
-    return isinstance(value, list) and len(value) <= MOST_POINTS and all(map(_is_point, value))
+    return isinstance(value, list) and len(value) <= MOST_MARKS and all(map(_is_point, value))
 
 
 def _is_point(value: object) -> bool:
@@ -112,7 +105,35 @@ def load(value: object) -> bool:
     return isinstance(value, list) and len(value) <= MOST_LOADS and all(number(rows) and rows >= 0 for rows in value)
 
 
+def times(value: object) -> bool:
+    """Whether a value is a list of microseconds in the order of steps."""
+    return isinstance(value, list) and len(value) <= MOST_POINTS and all(number(us) and us >= 0 for us in value)
+
+
+def losses(value: object) -> bool:
+    """Whether a value is a list of steps and their losses."""
+    return isinstance(value, list) and len(value) <= MOST_POINTS and all(map(_is_pair, value))
+
+
+def starts(value: object) -> bool:
+    """Whether a value is a list of the steps from which generations went on."""
+    return isinstance(value, list) and len(value) <= MOST_POINTS and all(map(count, value))
+
+
+def rank_times(value: object) -> bool:
+    """Whether a value is a list of the median and the 99th percentile of each rank."""
+    return isinstance(value, list) and len(value) <= MOST_RANK_TIMES and all(map(_is_pair, value))
+
+
+def _is_pair(value: object) -> bool:
+    return times(value) and isinstance(value, list) and len(value) == 2
+
+
 WANTED |= {
+    times: f"a list of at most {MOST_POINTS} times",
+    losses: f"a list of at most {MOST_POINTS} steps and losses",
+    starts: f"a list of at most {MOST_POINTS} steps",
+    rank_times: f"a list of two times of each of at most {MOST_RANK_TIMES} ranks",
     rank: f"a rank, or a number of ranks, up to {MOST_RANKS}",
     generation: f"the number of a generation, up to {MOST_GENERATION:,}",
     timeline: "a list of a kernel's points and times",
@@ -129,7 +150,9 @@ KINDS |= dict.fromkeys(("us_p50", "us_p99", "us_min", "us_max", "host_us_p50", "
 KINDS |= dict.fromkeys(("rows", "ffn", "bytes_weights"), count)
 KINDS |= dict.fromkeys(("gbps_memory", "tflops", "tokens_per_s"), number)
 KINDS |= dict.fromkeys(("graph", "verified", "stopped"), flag) | {"timeline": timeline}
-KINDS |= {"expert_load_imbalance": number, "expert_load": load}
+KINDS |= {"expert_load_imbalance": number, "expert_load": load, "rows_busiest": count, "rows_capacity": count}
+KINDS |= {"losses": losses, "starts": starts}
+KINDS |= {"us_by_rank": rank_times, "us_over_steps": times, "gbps_link": number}
 """The kind of each key's value. A value may also be null, except for NEEDED keys."""
 
 NEEDED = frozenset({"run", "case", "op"})
@@ -187,7 +210,7 @@ def decode(encoded: str) -> Line:
 
 MOST_MESSAGE = 4000  # characters of the sentence that says how a run ended
 MOST_SHOWN = 300  # characters of a text in a table, a figure or a page
-LEAST_SHOWN = {"us_p50": 1e-6, "gbps_wire": 1e-12, "gbps_memory": 1e-12}
+LEAST_SHOWN = {"us_p50": 1e-6, "gbps_wire": 1e-12, "gbps_link": 1e-12, "gbps_memory": 1e-12}
 
 
 def displayed(lines: Sequence[Line]) -> list[Line]:

@@ -21,7 +21,7 @@ from raymoe.report.columns import (
     shares_of_link,
     show,
 )
-from raymoe.report.layer_parts import layer_tables
+from raymoe.report.layer_parts import layer_sentences, layer_tables
 from raymoe.report.measures import measured_link_gbps, us
 from raymoe.report.product_curves import product_tables
 from raymoe.report.results import Line, displayed
@@ -77,14 +77,15 @@ def side_by_side(lines: Sequence[Line]) -> Iterator[tuple[str, list[Column]]]:
     """Make the tables that compare backends, each with its title; none if there is only one backend.
 
     A cell is `us (GB/s, share)`: the median time of the slowest rank, the rate at the busiest port, and a share. The
-    share is that of the highest rate measured on such links, if that is known.
+    share is that of the links, as far as their limit is known (`shares_of_link`).
     """
     if len({line["backend"] for line in lines}) < 2:
         return
     for group in groups_of(lines):
         setting = f", {group.setting}" if group.setting else ""
-        limits = {most for line in group.lines if (most := measured_link_gbps(line["device"]))}
-        share = f", of {limits.pop():.0f}" if len(limits) == 1 else ""
+        limits = {measured_link_gbps(line["device"]) for line in group.lines if not line["gbps_link"]} - {None}
+        measured = any(line["gbps_link"] for line in group.lines)
+        share = ", of the links" if measured else f", of {limits.pop():.0f}" if len(limits) == 1 else ""
         by_l2: dict[str, list[Line]] = {}
         for line in group.lines:
             by_l2.setdefault(str(line["l2"]), []).append(line)
@@ -340,13 +341,17 @@ def render(lines: Sequence[Line], *, terminal: bool = False, width: int = 100) -
     one_run = len({line["run"] for line in lines}) == 1
     for of_workload in by_workload(displayed(lines)):
         columns = columns_of(of_workload)
-        above = [caption_of(of_workload), *(sentences(of_workload) if one_run else [])]
+        above = [caption_of(of_workload), *(_sentences(of_workload) if one_run else [])]
         caption = "\n".join(textwrap.fill(text, max(width, 40), **_INDENTED) for text in above)
         # rich folds or cuts rows that do not fit. A plain row may pass the edge, but is complete.
         fit = sum(size + 2 for size in _widths(columns)) <= width
         parts.append(f"{caption}\n{_drawn(columns, width) if terminal and fit else plain_table(columns)}")
         parts += [f"{title}\n{plain_table(its_columns)}" for title, its_columns in further_tables(of_workload)]
     return "\n".join(parts)
+
+
+def _sentences(lines: Sequence[Line]) -> list[str]:
+    return [*layer_sentences(lines), *sentences(lines)]
 
 
 _INDENTED: dict[str, Any] = {"subsequent_indent": "  ", "break_on_hyphens": False}

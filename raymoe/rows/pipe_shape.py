@@ -158,7 +158,7 @@ class RowWork:
         return GRADIENT_BUDGET if self.gradients else REGISTERS
 
 
-# Limits. docs/experiments/block_limits.md has their measurements.
+# Limits. docs/evidence/experiments/block_limits.md has their measurements.
 
 MOST_HIDDEN = 32768
 WHOLE_GPU = 132  # the SMs of an H100 and of an H200

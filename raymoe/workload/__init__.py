@@ -46,6 +46,10 @@ def run_case(case: Case, world: World, progress: Callable[[Progress], None]) -> 
         from raymoe.workload.products.run_products import run_products
 
         return run_products(case, world, progress)
+    if case.job.workload == "train":
+        from raymoe.workload.train.run_train import run_train
+
+        return run_train(case, world, progress)
     from raymoe.workload.layer.run_layer import run_layer
 
     return run_layer(case, world, progress)

@@ -21,19 +21,10 @@ from raymoe.errors import Aborted, PeerTimeout, WrongResult
 from raymoe.memory.world import World
 from raymoe.workload.memory_needed import MANY_RUNS, SMALL_TOKENS
 from raymoe.workload.progress import MOST_LOADS, Block, Listener
-from raymoe.workload.traffic import Traffic, imbalance
+from raymoe.workload.tails import by_rank, over_steps, percentile
+from raymoe.workload.traffic import Load, Traffic
 
 # Statistics of a list of times.
-
-
-def percentile(times: Sequence[float], percent: float) -> float:
-    """Return the smallest measured time that at least `percent` of all times do not exceed.
-
-    >>> percentile([5.0, 1.0, 3.0], 50), percentile([5.0, 1.0, 3.0], 99), percentile(range(1, 201), 99)
-    (3.0, 5.0, 198)
-    """
-    ordered = sorted(times)
-    return ordered[max(0, -int(-len(ordered) * percent // 100) - 1)]
 
 
 def spread(us: Sequence[float]) -> dict[str, object]:
@@ -139,6 +130,8 @@ class Samples:
     """Times of each operation in microseconds, of the slowest rank, and the largest error (None: not verified)."""
 
     us: list[list[float]] = field(default_factory=list)
+    rank_us: list[list[list[float]]] = field(default_factory=list)
+    """Microseconds of each operation on each rank, by operation and rank."""
     host_us: list[list[list[float]]] = field(default_factory=list)
     """Microseconds of calls on the host, by operation and rank. A call waits for no other rank, so each has its own."""
     max_error: float | None = None
@@ -149,15 +142,17 @@ class Samples:
 
     def add(self, all_ranks: tuple[StepTimes, ...]) -> None:
         """Add the times of one step on all ranks."""
-        us = [max(op) for op in zip(*(us for us, _ in all_ranks), strict=True)]
+        us = list(zip(*(us for us, _ in all_ranks), strict=True))
         host_us = list(zip(*(host_us for _, host_us in all_ranks), strict=True))
         self.us = self.us or [[] for _ in us]
+        self.rank_us = self.rank_us or [[[] for _ in op] for op in us]
         self.host_us = self.host_us or [[[] for _ in op] for op in host_us]
-        for times, time in zip(self.us, us, strict=True):
-            times.append(time)
-        for by_rank, op in zip(self.host_us, host_us, strict=True):
-            for times, time in zip(by_rank, op, strict=True):
-                times.append(time)
+        for slowest, op in zip(self.us, us, strict=True):
+            slowest.append(max(op))
+        for kept, ops in ((self.rank_us, us), (self.host_us, host_us)):
+            for ranks, op in zip(kept, ops, strict=True):
+                for times, time in zip(ranks, op, strict=True):
+                    times.append(time)
 
 
 def measure(world: World, steps: Steps, do_step: DoStep, report: Listener, label: str) -> Samples:
@@ -280,6 +275,7 @@ Line = dict[str, object]
 def result_line(case: Case, op: str, traffic: Traffic, samples: Samples, index: int) -> Line:
     """Return the line of the operation with samples `samples.us[index]`. The caller adds keys or replaces them."""
     times = spread(samples.us[index])
+    tail = {"us_by_rank": by_rank(samples.rank_us[index]), "us_over_steps": over_steps(samples.us[index])}
     return {
         "case": case.name,
         "workload": case.job.workload,
@@ -287,6 +283,7 @@ def result_line(case: Case, op: str, traffic: Traffic, samples: Samples, index: 
         "graph": False,
         "ranks": case.job.world.ranks,
         **times,
+        **tail,
         **on_wire(traffic.total, traffic.busiest, float(str(times["us_p50"]))),
         "verified": samples.verified,
         "max_error": samples.max_error,
@@ -314,14 +311,18 @@ def shape_keys(case: Case, backend: str) -> Line:
     }
 
 
-def load_keys(load: Sequence[float], index: int) -> Line:
-    """Return the keys about the load of experts. Only the first line of a case, `index` 0, has each expert's rows, and
-    only up to MOST_LOADS experts.
+def load_keys(load: Load, index: int) -> Line:
+    """Return the keys about the load of experts and of ranks. Only the first line of a case, `index` 0, has each
+    expert's rows, and only up to MOST_LOADS experts.
 
-    >>> load_keys([4.0, 0.0, 2.0, 2.0], 0), load_keys([4.0, 0.0, 2.0, 2.0], 1)
-    ({'expert_load_imbalance': 2.0, 'expert_load': [4.0, 0.0, 2.0, 2.0]}, {'expert_load_imbalance': 2.0})
+    >>> load = Load([4.0, 0.0, 2.0, 2.0], busiest_rows=32, capacity=64)
+    >>> load_keys(load, 1)
+    {'expert_load_imbalance': 2.0, 'rows_busiest': 32, 'rows_capacity': 64}
+    >>> load_keys(load, 0)["expert_load"]
+    [4.0, 0.0, 2.0, 2.0]
     """
-    keys: Line = {"expert_load_imbalance": round(imbalance(load), 3)}
-    if index == 0 and len(load) <= MOST_LOADS:
-        keys["expert_load"] = [round(rows, 2) for rows in load]
+    keys: Line = {"expert_load_imbalance": round(load.imbalance(), 3)}
+    keys |= {"rows_busiest": load.busiest_rows, "rows_capacity": load.capacity}
+    if index == 0 and len(load.by_expert) <= MOST_LOADS:
+        keys["expert_load"] = [round(rows, 2) for rows in load.by_expert]
     return keys

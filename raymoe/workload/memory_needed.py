@@ -69,6 +69,9 @@ MANY_RUNS = 20
 FLUSH_BYTES = 256 << 20
 """Size of the buffer that is written to flush the L2 cache: more than twice the L2 of any GPU so far."""
 
+MOST_MESSAGE = 64 << 20
+"""The largest message by which an exchange's case measures the limit of the links."""
+
 PIECE_BYTES = 64 << 20
 """A large result is verified in pieces of about this many bytes of float64."""
 
@@ -106,7 +109,10 @@ def exchange_device_bytes(job: Job, spec: ExchangeSpec, batches: int) -> int:
         return heap_bytes(spec, ranks) + PROCESS_BYTES + (batches + 3) * tokens + FLUSH_BYTES
     # Rows of the dtype: values and scales, if dispatch gives those, take less.
     rows, domains = 2 * spec.rows(ranks) * spec.row_bytes, job.world.domains
-    slots = workspace_layout(Bounds.of(spec), ranks).nbytes if domains == 1 else _rail_bytes(spec, ranks, domains)
+    parts = spec.parts(ranks)
+    slots = workspace_layout(Bounds.of(*parts), ranks).nbytes
+    if domains > 1:
+        slots = sum(_rail_bytes(part, ranks, domains) for part in parts)
     held = slots + rows + (batches + 3) * tokens + FLUSH_BYTES
     held += 2 * ranks * spec.tokens * spec.topk * ENTRY_BYTES
     if job.steps.verify:
@@ -268,6 +274,9 @@ def device_bytes(case: Case) -> int:
         return products_bytes(job) + FLUSH_BYTES
     if job.workload == "layer":
         return _layer_device_bytes(job)
+    if job.workload == "train":
+        spec = spec_of(job)
+        return exchange_device_bytes(job, spec, 1) + train_bytes(job, spec)
     spec, asked = spec_of(job), job.overlap
     product = (asked.rows + asked.columns) * spec.hidden + 2 * asked.rows * asked.columns
     held = exchange_device_bytes(job, spec, batches_of(spec.tokens * spec.row_bytes))
@@ -286,7 +295,7 @@ def _layer_device_bytes(job: Job) -> int:
     ...                               "shape.experts=256", "shape.topk=8", "shape.tokens=4096",
     ...                               "layer.router.kind=given"])
     >>> round(_layer_device_bytes(job) / 2**30, 1)
-    18.2
+    18.3
     >>> job = load_job("layer_deepseek_v3", ["layer.backward=true"]).cases()[1].job
     >>> job.shape.tokens, round(_layer_device_bytes(job) / 2**30)
     (128, 44)
@@ -299,8 +308,36 @@ def _layer_device_bytes(job: Job) -> int:
     buffers = _ROWS_OF_EXPERTS if job.layer.experts == "swiglu" else 2 * _ROWS_OF_EXPERTS
     rows = spec.rows(ranks) * buffers * (spec.hidden + 2 * ffn) * item
     batches = batches_of(spec.tokens * spec.row_bytes)
-    held = exchange_device_bytes(job, spec, batches) + weights
+    held = exchange_device_bytes(job, spec, batches) + weights + link_bytes(spec, ranks)
     return held + _graphs_of_layer(job) * (rows + (weights if job.layer.backward else 0))
+
+
+def train_bytes(job: Job, spec: ExchangeSpec) -> int:
+    """Count weights, gradients and momentum of training, those of the unsharded model too, and the rows of all layers.
+
+    >>> from raymoe.config import load_job
+    >>> job = load_job("train")
+    >>> train_bytes(job, spec_of(job)) >> 20
+    12
+    """
+    wide, ranks, layers = ITEM_BYTES["float32"], job.world.ranks, job.train.layers
+    one = 3 * spec.hidden * job.shape.ffn
+    weights = layers * one * (spec.local_experts(ranks) + (spec.experts if job.steps.verify else 0))
+    weights += 2 * (2 * 256 + layers * spec.experts) * spec.hidden  # the tables of bytes and the routers, of both
+    width = spec.hidden + 3 * job.shape.ffn
+    rows = layers * width * (spec.rows(ranks) + (ranks * spec.tokens * spec.topk if job.steps.verify else 0))
+    return 3 * weights * wide + 2 * rows * wide
+
+
+def link_bytes(spec: ExchangeSpec, ranks: int) -> int:
+    """Count the sources and slots of the messages that measure the limit of the links, in the worst case.
+
+    A layer still holds its exchange then. Workload exchange has freed more than that.
+
+    >>> link_bytes(ExchangeSpec(tokens=512, hidden=1024, experts=32, topk=4), ranks=4) >> 20
+    6
+    """
+    return 2 * (ranks - 1) * min(MOST_MESSAGE, spec.tokens * max(spec.wire_row_bytes, spec.combine_row_bytes))
 
 
 def _graphs_of_layer(job: Job) -> int:
@@ -338,13 +375,19 @@ def _case_bytes(job: Job, domains: int) -> int:
     spec = spec_of(job)
     batch = spec.tokens * spec.row_bytes
     rows = 3 * spec.rows(ranks) * spec.row_bytes  # from dispatch, from the experts, and returned
-    slots = slots_layout(spec, ranks).nbytes if domains == 1 else _bytes_between_domains(spec, ranks, domains)
+    slots = sum(
+        slots_layout(part, ranks).nbytes if domains == 1 else _bytes_between_domains(part, ranks, domains)
+        for part in spec.parts(ranks)
+    )
     held = slots + rows + (batches_of(batch) + 2) * batch
     if job.steps.verify:
         held += ORACLE_BYTES
     if job.workload == "layer":
         # In float32 at worst: a processor that does not multiply the dtype itself holds its weights so.
         held += spec.local_experts(ranks) * 3 * spec.hidden * job.shape.ffn * ITEM_BYTES["float32"]
+        held += link_bytes(spec, ranks)
+    if job.workload == "train":
+        held += train_bytes(job, spec)
     return held
 
 

@@ -105,6 +105,12 @@ def error_of(y: torch.Tensor, batch: Batch, rows: Rows, *, by_row: bool = False)
     return worst
 
 
+def wrong_result(y: torch.Tensor, batch: Batch, rows: Rows, spec: ExchangeSpec) -> str | None:
+    """Say how wrong the result of an exchange is; None if its error is allowed."""
+    error, bound = error_of(y, batch, rows), bound_of(spec)
+    return None if error <= bound else f"an error of {error:.2g}, at most {bound:g} is allowed"
+
+
 @dataclass(frozen=True)
 class AffineExperts:
     """Experts x -> a * x + b, rounded to `dtype`. Each expert has its own `a` and `b` for each column.

@@ -1,4 +1,4 @@
-"""The progress of a case, in a module of its own because the driver imports it and loads no torch."""
+"""The progress of a case, and limits of its result lines. The driver imports this module, so it loads no torch."""
 
 from __future__ import annotations
 
@@ -7,6 +7,12 @@ from dataclasses import dataclass, field
 
 MOST_LOADS = 1024
 """Experts whose load goes into a result line. A line of more experts has their imbalance only."""
+FAR = 1.5
+"""From this multiple of the median on, a 99th percentile is far from it: the line then has its times over the steps."""
+MOST_POINTS = 200
+"""Times over the steps in a result line."""
+MOST_RANK_TIMES = 64
+"""Ranks whose own times are in a result line."""
 
 
 @dataclass(frozen=True)
@@ -27,6 +33,8 @@ class StepWork:
     tokens: float = 0.0
     imbalance: float | None = None
     """Rows of this rank's busiest expert, divided by the mean of all experts of all ranks."""
+    rank_load: float | None = None
+    """Rows of this rank's experts, divided by the mean of all ranks."""
 
 
 @dataclass(frozen=True)
@@ -57,13 +65,12 @@ class Block:
 
     @property
     def step_s(self) -> float:
-        """Seconds of a step: the mean of those that were not verified, if there are any.
+        """Seconds of a timed step. A verified step is done once more for the clock, so it counts too.
 
-        >>> round(Block(0, 5, began=0.0, ended=3.4, met=3.5, verified=((2, 0.2, 3.2),)).step_s, 3)
+        >>> round(Block(0, 4, began=0.0, ended=3.4, met=3.5, verified=((2, 0.2, 3.2),)).step_s, 3)
         0.1
         """
-        plain = self.steps - len(self.verified)
-        return (self.seconds - self.verify_seconds) / plain if plain else self.seconds / self.steps
+        return (self.seconds - self.verify_seconds) / self.steps
 
 
 @dataclass(frozen=True)

@@ -186,38 +186,60 @@ SCALE_BYTES = 4
 
 # The load of experts, and the work of a step for the progress that a rank reports.
 
-_EXPERTS_AT_ONCE = 8192  # counts in one message of the world's board
+_COUNTS_AT_ONCE = 8192  # counts in one message of the world's board
 
 
-def expert_load(world: World, draws: Sequence[Draw], experts: int) -> list[float]:
-    """Return the rows of ranks expert in an average step, over the tokens of all ranks. All ranks call this together.
+@dataclass(frozen=True)
+class Load:
+    """The rows of experts and ranks in the steps of a case."""
 
-    `draws` are this rank's. A token counts once for ranks of its experts.
+    by_expert: list[float]
+    """Rows of each expert in an average step."""
+    busiest_rows: int
+    """The most rows that a rank receives in any step, with the gaps between its experts."""
+    capacity: int
+    """The rows for which a rank has memory."""
+
+    def imbalance(self, of: slice = slice(None)) -> float:
+        """Return the rows of the busiest of some experts, divided by the mean of all; 0 if no token has an expert.
+
+        >>> load = Load([4, 0, 2, 2], busiest_rows=16, capacity=64)
+        >>> load.imbalance(), load.imbalance(slice(2, 4)), Load([0, 0], 0, 64).imbalance()
+        (2.0, 1.0, 0.0)
+        """
+        total = sum(self.by_expert)
+        return max(self.by_expert[of]) * len(self.by_expert) / total if total else 0.0
+
+
+def expert_load(world: World, draws: Sequence[Draw], spec: ExchangeSpec) -> Load:
+    """Count the rows of each expert and of the busiest rank, over the tokens of all ranks.
+
+    All ranks call this together. `draws` are this rank's, as many as the others have. A token counts once for each
+    of its experts.
     """
-    own_load = torch.zeros(experts, dtype=torch.int64)
-    for draw in draws:
-        own_load += torch.bincount(draw.ids[draw.ids >= 0], minlength=experts)
-    load: list[float] = []
-    for start in range(0, experts, _EXPERTS_AT_ONCE):
-        answers: list[list[int]] = world.swap(own_load[start : start + _EXPERTS_AT_ONCE].tolist(), "expert load")  # type: ignore[assignment]
-        load += [sum(ranks) / len(draws) for ranks in zip(*answers, strict=True)]
-    return load
+    counts = torch.stack([torch.bincount(draw.ids[draw.ids >= 0], minlength=spec.experts) for draw in draws])
+    everyone = _sum_of_ranks(world, counts.flatten()).view(len(draws), spec.experts)
+    by_rank = _aligned(everyone, spec.alignment).view(len(draws), world.size, -1).sum(dim=2)
+    mean = (everyone.sum(dim=0) / len(draws)).tolist()
+    return Load(mean, int(by_rank.max()), spec.rows(world.size))
 
 
-def imbalance(load: Sequence[float], of: slice = slice(None)) -> float:
-    """Return the rows of the busiest of some experts, divided by the mean of all. If no token has an expert it is 0.
+def _aligned(rows: torch.Tensor, alignment: int) -> torch.Tensor:
+    return (rows + alignment - 1) // alignment * alignment
 
-    >>> imbalance([4, 0, 2, 2]), imbalance([4, 0, 2, 2], slice(2, 4)), imbalance([0, 0])
-    (2.0, 1.0, 0.0)
-    """
-    total = sum(load)
-    return max(load[of]) * len(load) / total if total else 0.0
+
+def _sum_of_ranks(world: World, counts: torch.Tensor) -> torch.Tensor:
+    sums = []
+    for start in range(0, len(counts), _COUNTS_AT_ONCE):
+        answers: list[list[int]] = world.swap(counts[start : start + _COUNTS_AT_ONCE].tolist(), "expert load")  # type: ignore[assignment]
+        sums.append(torch.tensor(answers).sum(dim=0))
+    return torch.cat(sums)
 
 
 def work_of(
     world: World,
     draws: Sequence[Draw],
-    load: Sequence[float],
+    load: Load,
     traffic: ExchangeTraffic,
     ops: Iterable[tuple[str, Mapping[str, str | None]]],
 ) -> StepWork:
@@ -228,6 +250,8 @@ def work_of(
         for op, how in ops
     ]
     tokens = sum(len(draw.ids) for draw in draws) / len(draws)
-    local = len(load) // world.size
+    local = len(load.by_expert) // world.size
     own_experts = slice(world.rank * local, (world.rank + 1) * local)
-    return StepWork(tuple(timed), tokens, imbalance(load, own_experts))
+    total = sum(load.by_expert)
+    rank_load = sum(load.by_expert[own_experts]) * world.size / total if total else 0.0
+    return StepWork(tuple(timed), tokens, load.imbalance(own_experts), rank_load)

@@ -153,9 +153,12 @@ class EmulatedErrorWord(ErrorWord):
     def __init__(self, gpu: Any, rank: int) -> None:
         self.rank, self._gpu = rank, gpu
         self._lock = threading.Lock()
-        self._ops, self._reason, self._closed = [], None, True  # closed: there is nothing to close
+        self._ops, self._reason, self._closed = [], None, False
         host: Any = EmulatedWords(gpu, _RECORD + ErrorRecord.nbytes() // 8)
         self._host, self._poison = host, EmulatedWords(gpu, 16).device_address()
+
+    def close(self) -> None:
+        """Do nothing: the machine owns the memory."""
 
 
 class EmulatedLaunch:

@@ -1,4 +1,4 @@
-"""Bugs that can be injected into the model. docs/protocol.md names the rule that each breaks."""
+"""Bugs that can be injected into the model. docs/internals/protocol.md names the rule that each breaks."""
 
 from enum import Enum
 

@@ -3,7 +3,7 @@
 A thread of the model stands for a part of a kernel: a warp that sends rows, a counting block, a placement block, the
 last block out. words.py has the path with words, lines.py the LL path. blocks.py and chunks.py have the differences
 where rows go by the copy engine, and where they come in chunks.
-`docs/protocol.md` describes the same protocol, and the kernels implement it.
+`docs/internals/protocol.md` describes the same protocol, and the kernels implement it.
 """
 
 from __future__ import annotations

@@ -119,6 +119,46 @@ def start(tmp_path: Path) -> Iterator[Start]:
             command.process.wait(timeout=10)
 
 
+Tool = Callable[..., Command]
+
+
+@pytest.fixture
+def tool(tmp_path: Path) -> Iterator[Tool]:
+    """`tool("submit", …)` runs that command in a child, with a home that has no token; it is ended afterwards."""
+    commands: list[Command] = []
+    home = tmp_path / "client"
+    home.mkdir()
+
+    def go(*words: str, env: dict[str, str] | None = None, first: str = "pass") -> Command:
+        log, out = tmp_path / f"stderr{len(commands)}", tmp_path / f"stdout{len(commands)}"
+        environment = {
+            **os.environ,
+            "PYTHONPATH": python_path(),
+            "HOME": str(home),
+            "RAY_AUTH_MODE": UNSET,
+            **(env or {}),
+        }
+        environment = {name: value for name, value in environment.items() if value != UNSET}
+        program = f"{first}; import sys, raymoe.cli; sys.exit(raymoe.cli.main())"
+        with log.open("w") as stderr, out.open("w") as stdout:
+            process = subprocess.Popen(
+                [*TERMINAL, sys.executable, "-c", program, *words],
+                stdout=stdout,
+                stderr=stderr,
+                text=True,
+                env=environment,
+                cwd=tmp_path,
+            )
+        commands.append(Command(process, log, out))
+        return commands[-1]
+
+    yield go
+    for command in commands:
+        if command.process.poll() is None:
+            command.process.kill()
+            command.process.wait(timeout=10)
+
+
 IN_DRIVER = """
 from raymoe.gang import main_process
 run_child = main_process._run_child
@@ -170,11 +210,19 @@ class Head:
 
 @contextmanager
 def ray_head(
-    tmp: Path, cpus: int = 8, gpus: int | None = None, env: dict[str, str] | None = None, more: Sequence[str] = ()
+    tmp: Path,
+    cpus: int = 8,
+    gpus: int | None = None,
+    env: dict[str, str] | None = None,
+    more: Sequence[str] = (),
+    python: str = sys.executable,
 ) -> Iterator[Head]:
-    """Run `ray start --head --block` on free ports; at the end kill its session and remove its files."""
+    """Run `ray start --head --block` on free ports; at the end kill its session and remove its files.
+
+    Jobs run by the interpreter of the head, which may be that of another environment.
+    """
     port, dashboard, metrics = free_port(), free_port(), free_port()
-    command = [sys.executable, "-m", "ray.scripts.scripts", "start", "--head", "--block", "--disable-usage-stats"]
+    command = [python, "-m", "ray.scripts.scripts", "start", "--head", "--block", "--disable-usage-stats"]
     command += [f"--port={port}", f"--dashboard-port={dashboard}", f"--metrics-export-port={metrics}"]
     command += [f"--num-cpus={cpus}", "--node-ip-address=127.0.0.1", "--object-store-memory=100000000"]
     command += [] if gpus is None else [f"--num-gpus={gpus}"]
@@ -184,7 +232,7 @@ def ray_head(
     # The file that tells jobs their cluster's address is also shared by default. Sockets need a short path.
     folder = Path(tempfile.mkdtemp(prefix="raymoe-", dir=short_base(24)))
     command += [f"--temp-dir={folder}", *more]
-    environment = {**os.environ, "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}", **(env or {})}
+    environment = {**os.environ, "PATH": f"{Path(python).parent}:{os.environ['PATH']}", **(env or {})}
     environment = {name: value for name, value in environment.items() if value != UNSET}
     log = tmp / "head.log"
     with log.open("w") as output:

@@ -1,4 +1,4 @@
-"""The faults of docs/operations.md, and its tables of what a test measured of each.
+"""The faults of docs/evidence/faults.md, and its tables of what a test measured of each.
 
 `python -m tests.gang.fault_table` writes the tables into the page, from the lines in benchmarks/faults_*.jsonl.
 tests/unit/docs/test_operations_page.py holds the page to them.
@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parents[2]
-PAGE = ROOT / "docs" / "operations.md"
+PAGE = ROOT / "docs" / "evidence" / "faults.md"
 FILES = {kind: ROOT / "benchmarks" / f"faults_{kind}.jsonl" for kind in ("cpu", "gpu", "soak")}
 COMMANDS = {"cpu": "make faults", "gpu": "make faults-gpu", "soak": "make soak-faults"}
 """The files of raw lines, and the commands that write them, by the kind of a section."""
@@ -124,8 +124,7 @@ SECTIONS = [
 FAULTS = {name: text for section in SECTIONS for name, text in section.faults.items()}
 
 Line = Mapping[str, Any]
-HEAD = ["fault", "exit", "seconds", "runs again", "all gone", "cases kept", "also kept", "last line"]
-ALSO = {"summary.json": "summary", "report.html": "report", "driver.log": "driver.log"}
+HEAD = ["fault", "exit", "seconds", "runs again", "all gone"]
 
 
 def lines_of(section: Section) -> dict[str, list[Line]]:
@@ -147,11 +146,8 @@ def table(section: Section) -> str:
 
 
 def _row(text: str, line: Line) -> list[str]:
-    also = [short for name, short in ALSO.items() if name in line["kept"]]
-    cases = f"{line['cases_kept']}" if line["cases"] is None else f"{line['cases_kept']} of {line['cases']}"
     times = [_seconds(line.get(key)) for key in ("seconds", "recovered_seconds", "gone_seconds")]
-    last = line["last_line"].replace("|", "\\|")
-    return [text, str(line["exit"]), *times, cases, ", ".join(also) or "–", last or "–"]
+    return [text, str(line["exit"]), *times]
 
 
 def _seconds(seconds: float | None) -> str:

@@ -26,10 +26,10 @@ from tests.unit.docs.doc_commands import COMMENTED, PAGES, Command, commented_co
 README = REPO / "README.md"
 READ_FIRST = [README, *(page for page in PAGES if page != README)]
 ELSEWHERE = {
-    "make run": "tests/gang/test_docs.py",  # `make` set up this test run; the command is `raymoe run quickstart`
     "make test": "tests/gang/test_docs.py",  # it runs this test
     "make test-all": "tests/gang/test_docs.py",  # or this one, which runs the commands of pages
     "make check": "Makefile",  # a half of `make test`
+    "torchrun --nproc-per-node 2 examples/train.py": "tests/gang/test_examples.py",
     "make hosts": "tests/hosts/test_torchtitan.py",
     "torchrun --nproc-per-node 8 -m torchtitan.train --module qwen3 --config … --override.imports $on.dispatcher "
     "$on.selective_ac": "tests/hosts/test_torchtitan.py",
@@ -38,6 +38,7 @@ ELSEWHERE = {
         "tests/unit/exchange/peer/test_kernels_emulated.py"
     ),
     "pip install .": "tests/unit/house/test_packaging.py",
+    "pip install raymoe": "tests/gang/test_wheel.py",
     "ray start --head": "tests/gang/conftest.py",
     "ray job submit --working-dir . -- raymoe run quickstart": "tests/gang/test_submit.py",
     "prometheus --config.file=/tmp/ray/session_latest/metrics/prometheus/prometheus.yml": "tests/gang/test_metrics.py",
@@ -45,6 +46,7 @@ ELSEWHERE = {
     "export RAY_API_SERVER_ADDRESS=http://HOST:8265": "tests/gang/test_docs.py",  # with the address of the head
     "raymoe submit quickstart": "tests/gang/test_submit_command.py",
     "raymoe submit quickstart --detach": "tests/gang/test_submit_command.py",
+    "raymoe submit train": "tests/hosts/test_training_job.py",
     "raymoe attach ID": "tests/gang/test_submit_command.py",
     "raymoe logs ID": "tests/gang/test_submit_command.py",
     "raymoe stop ID": "tests/gang/test_submit_command.py",

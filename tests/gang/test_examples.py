@@ -41,12 +41,17 @@ EXAMPLES = {
         on_gpus=False,
     ),
     "ray_train.py": Example("python examples/ray_train.py", STEPS, on_ray=True),
+    "train.py": Example(
+        "torchrun --nproc-per-node 2 examples/train.py",
+        r"2 ranks on {device} by ddp: steps 0 to 30, loss 5\.\d+ to [23]\.\d+, the unsharded run's to \de-\d+",
+        lines=1,
+    ),
 }
 
 
 def run(example: Example, folder: Path, **variables: str) -> str:
     """Run the program, with its storage and cache in `folder`; return its output."""
-    program, *arguments = example.start.split()
+    program, *arguments = [str(folder / "run") if word == "run" else word for word in example.start.split()]
     start = TORCHRUN if program == "torchrun" else ()
     done = subprocess.run(
         [sys.executable, *start, *arguments],
@@ -69,9 +74,25 @@ def results(example: Example, printed: str, device: str) -> list[str]:
 PROGRAMS = EXAMPLES | {
     "transformers_moe.py in Ray Train": Example(
         "python -m tests.gang.transformers_in_ray_train", "2 workers: as the unsharded model", lines=1, on_ray=True
-    )
+    ),
+    "train.py, a rank killed": Example(
+        "torchrun --nproc-per-node 2 --max-restarts 1 examples/train.py --parallel fsdp --folder run --kill-at 15",
+        r"2 ranks on {device} by fsdp: steps 10 to 30, loss 5\.\d+ to [23]\.\d+, the unsharded run's to \de-\d+",
+        lines=1,
+    ),
+    "train.py, a worker of Ray Train killed": Example(
+        "python examples/train.py --ray --folder run --kill-at 15",
+        r"2 ranks on {device} by ddp: steps 10 to 30, loss 5\.\d+ to [23]\.\d+, the unsharded run's to \de-\d+",
+        lines=1,
+        on_ray=True,
+    ),
+    "train.py, compiled": Example(
+        "torchrun --nproc-per-node 2 examples/train.py --parallel fsdp --compile --steps 3",
+        r"2 ranks on {device} by fsdp: steps 0 to 3, loss 5\.\d+ to 5\.\d+, the unsharded run's to \de-\d+",
+        lines=1,
+    ),
 }
-"""The examples, and the model of one of them as Ray Train runs it."""
+"""The examples, one of them with other arguments, and the model of one as Ray Train runs it."""
 ELSEWHERE = {"channel.py"}
 """tests/unit/docs/test_channel_example.py runs it."""
 

@@ -124,6 +124,7 @@ def test_every_panel_of_the_dashboard_answers(start: Start, head: Head, tmp_path
     for title in ("Seconds of a dispatch", "Seconds of a combine", "Seconds of a copy"):
         assert all(1e-6 < seconds < 1 for seconds in values[title]), answers[title]
     assert {series.labels["backend"] for series in answers["Bandwidth of a dispatch"]} == {"host"}
+    assert sum(series.value for series in answers["Rank load"]) == pytest.approx(2), "the mean of both ranks is 1"
     assert min(values["Expert load imbalance"]) >= 0.5 and max(values["Expert load imbalance"]) > 1
     assert {process for process, _ in rows_of(runs[0])} == {"driver", "rank 0", "rank 1"}
     assert {generation for _, generation in rows_of(runs[0])} == {0, 1}, "a run that is stopped leaves its trace too"

@@ -34,7 +34,10 @@ def ray_folder() -> Iterator[Path]:
         yield Path(folder)
 
 
-def test_quickstart_with_two_ranks_writes_a_complete_run_directory(start: Start, ray_folder: Path) -> None:
+def test_quickstart_with_two_ranks_writes_a_complete_run_directory(
+    start: Start, ray_folder: Path, tmp_path: Path
+) -> None:
+    """A new user's first run also shows where the time of a layer goes, and no bandwidth of a whole layer."""
     env = {"RAY_TMPDIR": str(ray_folder)}
     run = start("quickstart", "--set", "world.ranks=2", "--set", "steps.count=4", env=env)
     run.pids()
@@ -42,7 +45,8 @@ def test_quickstart_with_two_ranks_writes_a_complete_run_directory(start: Start,
     assert run.end() == 0, run.stderr()
     assert list(ray_folder.iterdir()) == [], "nothing of it is left"
     lines, summary = read(run.out)
-    assert {"step"} <= {line["op"] for line in lines}
+    assert [line["op"] for line in lines] == ["step", "norm", "router", "dispatch", "experts", "combine", "sum"]
+    assert [line["op"] for line in lines if line["gbps_wire"] and line["gbps_link"]] == ["dispatch", "combine"]
     assert all(tuple(line) == KEYS and line["verified"] is True and line["ranks"] == 2 for line in lines)
     assert summary["status"] == "done" and summary["exit_code"] == 0
     assert len(summary["generations"]) == 1 and summary["generations"][0]["ready_s"] > 0
@@ -50,7 +54,10 @@ def test_quickstart_with_two_ranks_writes_a_complete_run_directory(start: Start,
     assert [rank["rank"] for rank in environment["ranks"]] == [0, 1]
     assert yaml.safe_load((run.out / "config.yaml").read_text())["world"]["ranks"] == 2
     page = (run.out / "report.html").read_text()
-    assert "✓ Done" in page and "Time of a step" in page and f"<dd>{environment['host']}</dd>" in page
+    table = (tmp_path / "stdout0").read_text()
+    assert re.search(r"a step of 512 tokens a rank takes .* tokens/s: experts [0-9]+%", table), table
+    assert "Where the time of a layer goes" in page and "<span>rank 1</span>" in page
+    assert "✓ Done" in page and f"<dd>{environment['host']}</dd>" in page
 
 
 def test_a_directory_has_letters_that_the_locale_lacks(start: Start, head: Head, tmp_path: Path) -> None:

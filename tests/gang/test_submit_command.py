@@ -9,7 +9,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -20,51 +20,11 @@ from raymoe.config.submission import JobRequest
 from raymoe.gang.follow import output_of
 from raymoe.gang.jobs_api import JobsApi
 from tests.gang import configs
-from tests.gang.conftest import RUN_S, UNSET, Command, Head, ray_head
+from tests.gang.conftest import RUN_S, Command, Head, Tool, ray_head
 from tests.gang.fault_lines import Fault
 from tests.gang.processes import end_session
-from tests.python_path import python_path
-from tests.terminal import TERMINAL
 
 BIN = Path(sys.executable).parent
-Tool = Callable[..., Command]
-
-
-@pytest.fixture
-def tool(tmp_path: Path) -> Iterator[Tool]:
-    """`tool("submit", …)` runs that command in a child, with a home that has no token; it is ended afterwards."""
-    commands: list[Command] = []
-    home = tmp_path / "client"
-    home.mkdir()
-
-    def go(*words: str, env: dict[str, str] | None = None, first: str = "pass") -> Command:
-        log, out = tmp_path / f"stderr{len(commands)}", tmp_path / f"stdout{len(commands)}"
-        environment = {
-            **os.environ,
-            "PYTHONPATH": python_path(),
-            "HOME": str(home),
-            "RAY_AUTH_MODE": UNSET,
-            **(env or {}),
-        }
-        environment = {name: value for name, value in environment.items() if value != UNSET}
-        program = f"{first}; import sys, raymoe.cli; sys.exit(raymoe.cli.main())"
-        with log.open("w") as stderr, out.open("w") as stdout:
-            process = subprocess.Popen(
-                [*TERMINAL, sys.executable, "-c", program, *words],
-                stdout=stdout,
-                stderr=stderr,
-                text=True,
-                env=environment,
-                cwd=tmp_path,
-            )
-        commands.append(Command(process, log, out))
-        return commands[-1]
-
-    yield go
-    for command in commands:
-        if command.process.poll() is None:
-            command.process.kill()
-            command.process.wait(timeout=10)
 
 
 def job_file(folder: Path, config: str, **keys: object) -> str:

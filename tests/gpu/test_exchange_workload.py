@@ -67,6 +67,8 @@ def test_every_line_is_complete_and_verified(ranks, backend, layout, graph):
         assert 0 < line["max_error"] <= 1e-2
         assert (line["backend"], line["layout"], line["leaves_out"]) == (backend, layout, None)
         assert line["gbps_wire"] > 0
+        assert (line["gbps_link"] or 0.0) > 0 if RANKS <= GPUS else line["gbps_link"] is None
+        assert len(line["us_by_rank"]) == RANKS and line["rows_busiest"] <= line["rows_capacity"]
         assert (line["host_us_p50"] is None) == graph and (graph or 0 < line["host_us_p50"] < 5000)
     if backend != "allgather":
         assert all(line["sms"] >= 1 for line in lines)
@@ -113,7 +115,7 @@ def test_float8_moves_fewer_bytes_to_the_experts_and_as_many_home(ranks, output,
 
 def test_one_rank_moves_no_bytes_and_is_verified(ranks):
     for line in lines_of(ranks, job(1, exchange={"backend": "fused"})):
-        assert (line["verified"], line["bytes_wire"], line["gbps_wire"]) == (True, 0, None)
+        assert (line["verified"], line["bytes_wire"], line["gbps_wire"], line["gbps_link"]) == (True, 0, None, None)
 
 
 def test_row_push_has_one_operation_and_is_not_verified(ranks):

@@ -1,6 +1,6 @@
 """A rank is killed or stopped while GPUs replay captured graphs: it is named, and the memory of the GPUs comes back.
 
-`make faults-gpu` writes what these tests measure into docs/operations.md. Two ranks share a GPU where there is one.
+`make faults-gpu` writes what these tests measure into faults.md. Two ranks share a GPU where there is one.
 """
 
 from __future__ import annotations

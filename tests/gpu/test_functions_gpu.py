@@ -13,7 +13,7 @@ from raymoe.errors import ConfigError  # noqa: E402
 from raymoe.moe import add_rms_norm, layer_norm, rms_norm, swiglu  # noqa: E402
 from raymoe.rows import row_launch  # noqa: E402
 from raymoe.rows.elementwise import add  # noqa: E402
-from raymoe.workload.exchange.gpu_exchange import dequantised  # noqa: E402
+from raymoe.workload.exchange.received import dequantised  # noqa: E402
 from raymoe.workload.pointwise.operations import OPERATIONS  # noqa: E402
 from raymoe.workload.pointwise.row_systems import OWN, SYSTEMS  # noqa: E402
 from tests.gpu.ranks import NEEDS_GPU  # noqa: E402

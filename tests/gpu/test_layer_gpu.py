@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from contextlib import nullcontext
+from dataclasses import replace
 from unittest import mock
 
 import pytest
@@ -148,6 +149,42 @@ def run_layer(world: World) -> dict[str, float]:
             want = torch.stack([each[name] for each in wanted]).sum(dim=0).chunk(world.size)[world.rank]
         errors[name] = float((have - want).abs().max() / want.abs().max())
     return errors
+
+
+def run_float32_weights(world: World) -> tuple[float, list[bool]]:
+    """Compare float32 weights with those of bfloat16 in an eager step; replay a captured step of the former."""
+    spec, form = spec_of(world.size, "bfloat16"), replace(form_of(world.size), router=None)
+    wide, narrow = (MoELayer(world, spec, replace(form, weights=name), seed=1) for name in ("float32", None))
+    x = batch_of(world.rank).to(world.device)
+    scores = torch.rand(len(x), spec.experts, generator=torch.Generator().manual_seed(world.rank))
+    weights, ids = (each.to(world.device) for each in scores.topk(spec.topk))
+    kinds, steps = {torch.float32: wide, torch.bfloat16: narrow}, []
+    for dtype, layer in kinds.items():
+        rows = x.clone().requires_grad_()
+        parameters = [*layer.experts.parameters(), *layer.shared_experts.parameters()]
+        y = layer.apply_experts(rows, ids, weights)
+        gradients = torch.autograd.grad(y.float().square().sum(), [rows, *parameters])
+        assert {each.dtype for each in gradients[1:]} == {dtype}
+        steps.append([y.detach(), *gradients])
+    rows, side, same = x.float().requires_grad_(), torch.cuda.Stream(world.device), []
+    side.wait_stream(torch.cuda.current_stream(world.device))
+    with torch.cuda.stream(side):
+        wanted = step_of(wide, rows)
+        torch.cuda.synchronize()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, stream=side, capture_error_mode="thread_local"):
+            found = step_of(wide, rows)
+        for _ in range(2):
+            graph.replay()
+            same += [torch.equal(a, b) for a, b in zip(found, wanted, strict=True)]
+    wide.exchange.check()
+    del graph
+    return large_difference(*steps), same
+
+
+def test_float32_weights_compute_what_bfloat16_ones_do(ranks: GpuRanks) -> None:
+    for error, same in ranks.run(min(RANKS, 4), run_float32_weights):
+        assert error <= 1e-2 and all(same)
 
 
 def test_a_layer_equals_one_on_the_cpu(ranks: GpuRanks) -> None:

@@ -11,17 +11,26 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[2]
-collect_ignore_glob = ["megatron_*.py", "torchtitan_*.py"]  # programs for the environments
+# Programs for the environments.
+collect_ignore_glob = [
+    "deep_ep_*.py",
+    "deepspeed_*.py",
+    "megatron_*.py",
+    "torchtitan_*.py",
+    "transformers_*.py",
+    "vllm_[mrw]*.py",
+]
 
 
 def last_line(text: str) -> str:
     return (text.strip().splitlines() or ["no message"])[-1]
 
 
-def python_of(host: str) -> Path:
+def python_of(host: str, without: tuple[str, ...] = ()) -> Path:
     """Return the interpreter of a host's environment, which has what `tests/hosts/HOST.txt` lists.
 
-    Where the packages cannot be installed, the test is skipped. In CI it fails.
+    The packages `without` are removed again: those that the others bring and that do not work. Where packages cannot
+    be installed, the test is skipped. In CI it fails.
     """
     folder = Path(os.environ.get("RAYMOE_HOSTS", ROOT / ".hosts")) / host
     wanted = ROOT / "tests" / "hosts" / f"{host}.txt"
@@ -29,7 +38,10 @@ def python_of(host: str) -> Path:
     if stamp.exists() and stamp.read_text() == wanted.read_text():
         return python
     install = [str(python), "-m", "pip", "install", "--quiet", "--disable-pip-version-check", "-r", str(wanted)]
-    for command in ([sys.executable, "-m", "venv", "--clear", str(folder)], install):
+    commands = [[sys.executable, "-m", "venv", "--clear", str(folder)], install]
+    if without:
+        commands.append([str(python), "-m", "pip", "uninstall", "--quiet", "--yes", *without])
+    for command in commands:
         done = subprocess.run(command, capture_output=True, text=True, timeout=900, check=False)
         if done.returncode:
             reason = f"the packages of {host} cannot be installed here: {last_line(done.stderr or done.stdout)}"
@@ -48,7 +60,12 @@ def on_ranks() -> Run:
     def run(host: str, ranks: int, module: str, *arguments: str) -> str:
         python = python_of(host)
         torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks), "-m"]
-        environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
+        environment = {
+            **os.environ,
+            "PYTHONPATH": f"{ROOT}:{ROOT / 'examples'}",
+            "OMP_NUM_THREADS": "1",
+            "GLOO_SOCKET_IFNAME": "lo",
+        }
         done = subprocess.run(
             [str(python), *(torchrun if ranks else ["-m"]), module, *arguments],
             capture_output=True,

@@ -49,3 +49,17 @@ def test_an_environment_is_made_once_for_a_list_of_packages(monkeypatch: pytest.
     (tmp_path / "torchtitan" / "installed.txt").write_text("torchtitan==0.2.0\n")
     conftest.python_of("torchtitan")
     assert len(ran) == 4, "another list is installed anew"
+
+
+def test_packages_that_do_not_work_are_removed_again(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    ran: list[list[str]] = []
+
+    def install(command: list[str], **_: Any) -> subprocess.CompletedProcess[str]:
+        ran.append(command)
+        (tmp_path / "vllm").mkdir(exist_ok=True)
+        return subprocess.CompletedProcess(command, 0, "", "")
+
+    monkeypatch.setattr(subprocess, "run", install)
+    monkeypatch.setenv("RAYMOE_HOSTS", str(tmp_path))
+    conftest.python_of("vllm", without=("torchvision",))
+    assert [command[3] for command in ran[1:]] == ["install", "uninstall"] and ran[2][-1] == "torchvision"

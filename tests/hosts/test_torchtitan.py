@@ -43,6 +43,14 @@ def test_it_works_with_tensor_parallelism(on_ranks: Run) -> None:
         judge(found["none"], 1e-5)
 
 
+@pytest.mark.parametrize("tp", ["1", "2"])
+def test_its_routers_take_recorded_routes(on_ranks: Run, tp: str) -> None:
+    """A pass that checkpointing repeats takes the same ones."""
+    for found in results_of(on_ranks("torchtitan", 2, MODEL, "replayed,full replayed", tp)):
+        for kind in ("replayed", "full replayed"):
+            judge(found[kind], 1e-5)
+
+
 def test_it_is_compiled_whole(on_ranks: Run) -> None:
     """torchtitan compiles blocks with fullgraph. Its own all-to-all does not compile on CPUs, so it runs eagerly."""
     for found in results_of(on_ranks("torchtitan", 2, MODEL, "compiled", "1")):
@@ -63,7 +71,7 @@ def losses(on_ranks: Run, folder: Path, *arguments: str) -> dict[int, float]:
     ranks = ["--parallelism.expert_parallel_degree", "2", "--parallelism.spmd_backend", "partial_dtensor"]
     data = ["--hf_assets_path", str(folder / "tokenizer"), "--dataloader.dataset_path", str(folder / "text")]
     options = ["--module", "qwen3", "--config", "qwen3_moe_debug", "--training.steps", "4", "--debug.seed", "7"]
-    attention = ["--override.imports", "tests.hosts.torchtitan_on_cpu.sdpa"]
+    attention = ["--override.imports", "torchtitan_on_ray.cpu.sdpa"]
     output = on_ranks("torchtitan", 2, TRAIN, *options, *data, *shape, *ranks, *attention, *arguments)
     plain = re.sub(r"\x1b\[[0-9;]*m", "", output)
     return {int(step): float(loss) for step, loss in re.findall(r"step: +(\d+) +loss: +([0-9.]+)", plain)}

@@ -2,8 +2,9 @@
 
     python -m torch.distributed.run --standalone --nproc-per-node 2 -m tests.hosts.torchtitan_model none,full 1
 
-The arguments are kinds, and the degree of tensor parallelism. A kind is one of activation checkpointing, `compiled`, or
-`hybridep`, where raymoe replaces HybridEP's dispatcher. Rank 0 prints a line of JSON with the largest differences.
+The arguments are kinds, and the degree of tensor parallelism. A kind is one of activation checkpointing, `compiled`,
+`hybridep`, where raymoe replaces HybridEP's dispatcher, or `replayed`, with routes that are given. Rank 0 prints a line
+of JSON with the largest differences.
 `saved FOLDER` on two ranks saves a checkpoint of other weights and the logits of rank 0; on one rank it compares them.
 """
 
@@ -20,7 +21,7 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
-import tests.hosts.torchtitan_on_cpu as on_cpu  # before the other modules of torchtitan
+import torchtitan_on_ray.cpu as on_cpu  # before the other modules of torchtitan
 
 # isort: split
 import torch
@@ -38,6 +39,7 @@ from torchtitan.models.qwen3 import model_registry
 
 from raymoe.exchange.exchange import Exchange
 from raymoe.integrations.torchtitan import RaymoeSelectiveAC
+from raymoe.moe import record_routes, replay_routes
 
 LENGTH, BATCH, STEPS = 16, 2, 2
 HERE = "tests.hosts.torchtitan_model"
@@ -74,6 +76,10 @@ class Case:
     tp: int
 
     @property
+    def replayed(self) -> bool:
+        return self.checkpointing in ("replayed", "full replayed")
+
+    @property
     def compiled(self) -> bool:
         return self.checkpointing == "compiled"
 
@@ -82,7 +88,12 @@ class Case:
         selective = (
             RaymoeSelectiveAC.Config if host == RAYMOE and self.checkpointing == "selective" else SelectiveAC.Config
         )
-        kinds = {"full": FullAC.Config, "selective": selective, "own selective": SelectiveAC.Config}
+        kinds = {
+            "full": FullAC.Config,
+            "full replayed": FullAC.Config,
+            "selective": selective,
+            "own selective": SelectiveAC.Config,
+        }
         return kinds[self.checkpointing]() if self.checkpointing in kinds else None
 
 
@@ -103,7 +114,7 @@ def build(case: Case, host: str) -> tuple[torch.nn.Module, list[str]]:
     spec.model.layers = spec.model.layers[:2]
     training = TrainingConfig(local_batch_size=BATCH, seq_len=LENGTH, mixed_precision_param="float32")
     spec.model.update_from_config(config=types.SimpleNamespace(parallelism=parallelism, training=training))
-    imports = ["tests.hosts.torchtitan_on_cpu.sdpa"]
+    imports = ["torchtitan_on_ray.cpu.sdpa"]
     imports += [] if case.compiled else [f"{HERE}.float32_experts"]  # grouped products are compiled for bfloat16 only
     imports += ["raymoe.integrations.torchtitan.dispatcher"] if host == RAYMOE else []
     lines = apply_overrides(OverrideConfig(imports=imports), spec.model)
@@ -176,6 +187,24 @@ def counted() -> Iterator[dict[str, int]]:
         each.stop()
 
 
+@contextmanager
+def given_routes(case: Case, model: torch.nn.Module, tokens: torch.Tensor) -> Iterator[None]:
+    """Replay routes that are drawn, in place of half of those that the model chooses."""
+    if not case.replayed:
+        yield
+        return
+    with torch.no_grad(), record_routes(model, tokens=BATCH * LENGTH) as routes:
+        model(tokens, torch.arange(tokens.shape[1]).expand_as(tokens))
+    live, source = routes.ids(), torch.Generator().manual_seed(dist.get_rank() // case.tp)
+    ids = torch.rand(*live.shape[:2], 8, generator=source).topk(live.shape[2]).indices.to(live.dtype)
+    assert live.shape[0] == 2 and not torch.equal(ids, live)
+    ids[:, ::2] = -1
+    with replay_routes(model, ids), record_routes(model, tokens=2 * BATCH * LENGTH) as routes:
+        yield
+    taken = routes.ids().chunk(STEPS, dim=1)[-1]
+    assert torch.equal(taken[:, 1::2], ids[:, 1::2]) and bool((taken >= 0).all())
+
+
 def compare(case: Case) -> dict[str, Any]:
     """Run both hosts on the same tokens, and return the largest differences."""
     source = torch.Generator().manual_seed(dist.get_rank() // case.tp)
@@ -183,7 +212,7 @@ def compare(case: Case) -> dict[str, Any]:
     results: dict[str, dict[str, torch.Tensor]] = {}
     for host in (OWN, RAYMOE):
         model, lines = build(case, host)
-        with counted() as counts:
+        with counted() as counts, given_routes(case, model, tokens):
             for _ in range(STEPS):
                 results[host] = step(model, tokens)
     own, ours = results[OWN], results[RAYMOE]

@@ -12,7 +12,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-import tests.hosts.torchtitan_on_cpu as on_cpu  # before the other modules of torchtitan
+import torchtitan_on_ray.cpu as on_cpu  # before the other modules of torchtitan
 
 SENTENCE = "the rank sends each token to its experts and every expert returns a row with one weight for that token"
 

@@ -18,7 +18,7 @@ from tests.perf.mirrored import OneRank  # noqa: E402
 pytestmark = [*NEEDS_GPU, pytest.mark.perf]
 
 GBPS = 45.0
-"""Of a 400 Gb/s port, as in docs/scaling.md."""
+"""Of a 400 Gb/s port, as in docs/evidence/domains.md."""
 PACE_SLACK = 0.03
 HOP_US, MEMORY_GBPS = 50.0, 2500.0
 """Of the kernels around the rail and the exchange inside, at most: their launches, and rows at this rate."""

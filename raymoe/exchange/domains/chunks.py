@@ -13,7 +13,8 @@ CHUNK_BYTES, MOST_CHUNKS = 4 << 20, 8
 """The least bytes of a rank's block of a chunk, and the most chunks, with `auto`.
 
 Beside a rail of 45 GB/s that one H200 mirrors, 8 chunks were best for 4096 tokens of 14 KiB. With 512 tokens, two
-chunks of a dispatch gained 5 % at most, and 8 lost time; chunks of a combine gained 6 % at most (docs/scaling.md).
+chunks of a dispatch gained 5 % at most, and 8 lost time; chunks of a combine gained 6 % at most
+(docs/evidence/domains.md).
 """
 
 SMS_BESIDE = RAIL_BLOCKS + 1

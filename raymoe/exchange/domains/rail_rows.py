@@ -11,7 +11,7 @@ of the chunk (`ChunksBackend`).
   chunk copies it to the chunk's word. So a crossing that fails leaves no word that a later one would take for its own.
 - **Aborts.** That kernel stores nothing once the rail's word `aborted` is set. So no chunk is announced without its
   rows, and a dispatch that waits for one fails. Rows that cross at once have no word: after an abort the dispatch reads
-  those of an earlier crossing (docs/protocol.md says what follows).
+  those of an earlier crossing (docs/internals/protocol.md says what follows).
 - **SMs.** The dispatch must leave some free (`chunks.py`).
 """
 

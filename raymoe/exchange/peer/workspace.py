@@ -168,14 +168,25 @@ class Bounds:
 
     def check(self, spec: ExchangeSpec, stamped: bool = False) -> None:
         """Raise if this workspace is too small for a spec."""
+        if (lacking := self._lacking(spec, stamped)) is not None:
+            name, needs = lacking
+            raise ConfigError(
+                f"an exchange needs {name} {needs} of its workspace, which was made for {getattr(self, name)}; "
+                "give the workspace this exchange's spec too"
+            )
+
+    def serves(self, spec: ExchangeSpec, stamped: bool = False) -> bool:
+        """Whether this workspace is large enough for a spec."""
+        return self._lacking(spec, stamped) is None
+
+    def _lacking(self, spec: ExchangeSpec, stamped: bool) -> tuple[str, object] | None:
+        """Return the first size that is too small, and what the spec needs."""
         bounds = Bounds.of(spec, stamped=stamped, lines=self.lines)
         for name, size in vars(self).items():
             needs = getattr(bounds, name)
             if needs != size if name == "block" and spec.by_copy_engine else needs > size:
-                raise ConfigError(
-                    f"an exchange needs {name} {needs} of its workspace, which was made for {size}; "
-                    "give the workspace this exchange's spec too"
-                )
+                return name, needs
+        return None
 
 
 @dataclass(frozen=True)
@@ -272,6 +283,7 @@ class Workspace:
         self.traces = traced
         self._traces: dict[str, torch.Tensor] = {}
         self.world = world
+        specs = tuple(part for spec in specs for part in spec.parts(world.size))
         self.bounds = Bounds.of(*specs, stamped=self.stamped, lines=world.shared(Links).lines)
         problem: ConfigError | None = None
         theirs = world.swap(self.bounds, "workspace: bounds")

@@ -21,10 +21,10 @@ from raymoe.exchange.spec import ExchangeSpec
 from raymoe.fp8 import FP8, quantise
 from raymoe.memory.world import World
 from raymoe.workload.compare.nvshmem import join_default_group
-from raymoe.workload.exchange.gpu_exchange import dequantised
+from raymoe.workload.exchange.received import dequantised
 from raymoe.workload.inputs import Batch, Inputs
 from raymoe.workload.measure import Line
-from raymoe.workload.oracle import AffineExperts, bound_of, error_of
+from raymoe.workload.oracle import AffineExperts, wrong_result
 
 
 @dataclass(frozen=True)
@@ -129,8 +129,7 @@ class DeepEp:
 
     def wrong_combine(self) -> str | None:
         batch = Batch(self._inputs.at(self._index, fresh=True).x, self._batch.ids, self._batch.weights)
-        error, bound = error_of(self._y, batch, self._experts), bound_of(self._spec)
-        return None if error <= bound else f"an error of {error:.2g}, at most {bound:g} is allowed"
+        return wrong_result(self._y, batch, self._experts, self._spec)
 
     def _send(self) -> ReceivedRows:
         rows, _, weights, handle, _ = self._buffer.dispatch(

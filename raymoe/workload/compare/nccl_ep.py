@@ -25,7 +25,7 @@ from raymoe.exchange.spec import ExchangeSpec
 from raymoe.memory.world import World
 from raymoe.workload.inputs import Batch, Inputs
 from raymoe.workload.measure import Line
-from raymoe.workload.oracle import AffineExperts, bound_of, error_of
+from raymoe.workload.oracle import AffineExperts, wrong_result
 
 HASHED_ROWS = 4096
 """Rows whose hashes are computed at once: each takes 8 bytes for each of its columns."""
@@ -157,8 +157,7 @@ class NcclEp:
 
     def wrong_combine(self) -> str | None:
         batch = Batch(self._inputs.at(self._index, fresh=True).x, self._batch.ids, self._batch.weights)
-        error, bound = error_of(self._y, batch, self._experts), bound_of(self._spec)
-        return None if error <= bound else f"an error of {error:.2g}, at most {bound:g} is allowed"
+        return wrong_result(self._y, batch, self._experts, self._spec)
 
     def _config(self) -> Any:
         ep, spec = self._ep, self._spec

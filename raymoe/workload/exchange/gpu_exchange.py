@@ -13,10 +13,10 @@ from raymoe.exchange.backend import Dispatched
 from raymoe.exchange.exchange import Exchange
 from raymoe.exchange.peer.workspace import Workspace
 from raymoe.exchange.spec import COPY_ENGINE
-from raymoe.fp8 import FP8_BLOCK
 from raymoe.memory.world import World
 from raymoe.moe.weights import generator
 from raymoe.workload.clock import OpClock, TimedOp, Work, calls_of
+from raymoe.workload.exchange.received import received, sum_experts
 from raymoe.workload.inputs import Batch, Inputs
 from raymoe.workload.measure import TIMELINE_RUNS, Line, Step, Timeline, Times, median_times, timeline_of_slowest
 from raymoe.workload.oracle import AffineExperts, error_of
@@ -137,11 +137,13 @@ class GpuExchangeStep:
         self.dispatched = self.exchange.dispatch(self.batch.x, self.batch.ids, self.batch.weights)
 
     def _combine(self) -> None:
-        self.exchange.combine(self.rows, self.dispatched, out=self.y)
+        self._combine_of(self.dispatched)
 
     def _both(self) -> None:
-        dispatched = self.exchange.dispatch(self.batch.x, self.batch.ids, self.batch.weights)
-        self.exchange.combine(self.rows, dispatched, out=self.y)
+        self._combine_of(self.exchange.dispatch(self.batch.x, self.batch.ids, self.batch.weights))
+
+    def _combine_of(self, dispatched: Dispatched) -> None:
+        self.exchange.combine(self.rows, dispatched, weighted=not self.exchange.spec.by_token, out=self.y)
 
     def _may_capture(self, graph: Literal["auto"] | bool) -> bool:
         """Return whether steps are replayed; the answer is the same on all ranks."""
@@ -182,7 +184,8 @@ class GpuExchangeStep:
         for tensor in (self.y, dispatched.weights, *ours):
             if tensor is not None:
                 _fill_with_nan(tensor)
-        for tensor in (dispatched.expert_offsets, dispatched.expert_counts, dispatched.index):
+        indices = dispatched.index, dispatched.topk_idx
+        for tensor in (dispatched.expert_offsets, dispatched.expert_counts, *indices):
             if tensor is not None:
                 tensor.fill_(-1)
 
@@ -190,6 +193,10 @@ class GpuExchangeStep:
         """Apply this rank's experts to the rows that came; a row that belongs to no expert becomes NaN."""
         self.rows.fill_(torch.nan)
         first = self.world.rank * len(self.dispatched.expert_counts)
+        if self.exchange.spec.by_token:
+            sums = sum_experts(self.dispatched, self.experts, first)
+            self.rows[: len(sums)] = sums.to(self.rows.dtype)
+            return
         starts, counts = self.dispatched.expert_offsets.tolist(), self.dispatched.expert_counts.tolist()
         for local, (start, count) in enumerate(zip(starts, counts, strict=False)):  # offsets also hold the end
             row = slice(start, start + count)
@@ -197,27 +204,6 @@ class GpuExchangeStep:
 
     def _fill_rows(self) -> None:
         self.rows.uniform_(-1, 1, generator=generator("rows", self.world.rank, device=self.world.device))
-
-
-def received(dispatched: Dispatched, row: slice) -> torch.Tensor:
-    """Return some rows of a dispatch, in the order of experts and multiplied by their scales.
-
-    They are read out of the slots if they are still there.
-    """
-    place = row if dispatched.index is None else dispatched.index[row]
-    rows, scales = dispatched.x[place], dispatched.scales
-    return rows if scales is None else dequantised(rows, scales[place])
-
-
-def dequantised(values: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
-    """Multiply `values[N, H]` by the scale of each block of 128, `scales[N, ceil(H / 128)]`, in float32.
-
-    >>> values = torch.ones(1, 160).to(torch.float8_e4m3fn)
-    >>> dequantised(values, torch.tensor([[2.0, 3.0]]))[0, [0, 127, 128, 159]].tolist()
-    [2.0, 2.0, 3.0, 3.0]
-    """
-    scale_of_value = scales.repeat_interleave(FP8_BLOCK, dim=1)[:, : values.shape[1]]
-    return values.float() * scale_of_value
 
 
 def _fill_with_nan(tensor: torch.Tensor) -> None:

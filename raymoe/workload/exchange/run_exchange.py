@@ -18,6 +18,7 @@ from raymoe.exchange.spec import ExchangeSpec
 from raymoe.memory.world import World
 from raymoe.moe.differentiable import expert_major
 from raymoe.moe.weights import generator
+from raymoe.workload.exchange.received import sum_experts
 from raymoe.workload.inputs import Inputs, Routing
 from raymoe.workload.measure import (
     Line,
@@ -35,6 +36,7 @@ from raymoe.workload.measure import (
 )
 from raymoe.workload.memory_needed import spec_of
 from raymoe.workload.oracle import AffineExperts, bound_of, error_of
+from raymoe.workload.p2p.link import link_gbps
 from raymoe.workload.progress import Progress, step_listener
 from raymoe.workload.traffic import domain_keys, expert_load, traffic_of, work_of
 
@@ -75,16 +77,18 @@ def run_exchange(case: Case, world: World, progress: Callable[[Progress], None])
         label = f"{case.name}: exchange by {keys['backend']}"
         traffic = traffic_of(world, inputs.draws, spec)
         ops = [(op, {"backend": str(keys["backend"]), "l2": l2}) for op, l2 in step.ops]
-        load = expert_load(world, inputs.draws, spec.experts)
+        load = expert_load(world, inputs.draws, spec)
         work = work_of(world, inputs.draws, load, traffic, ops)
         samples = measure(world, steps, step, step_listener(progress, steps.total, work=work), label)
         with aborting(world):
             timelines = step.timelines()
+    limits = link_gbps(case, world, traffic)
     return [
         result_line(case, op, traffic.by_op[op], samples, index)
         | shape_keys(case, str(keys["backend"]))
         | load_keys(load, index)
         | keys
+        | {"gbps_link": limits.get(op)}
         | {"l2": l2, "timeline": timelines.get(op) if l2 == "cold" else None}
         | {"runs": runs_of(spec.tokens, keys.get("graph"), l2)}
         | host_times(samples, index)
@@ -123,7 +127,7 @@ def _opening(case: Case, world: World, spec: ExchangeSpec, inputs: Inputs) -> It
         from raymoe.workload.exchange.gpu_exchange import GpuExchangeStep
 
         traced = None
-        if steps.trace and not spec.by_copy_engine and world.domains == 1:
+        if steps.trace and not spec.by_copy_engine and not spec.by_token and world.domains == 1:
             traced = stack.enter_context(Workspace(world, spec, traced=True))
         exchange = stack.enter_context(Exchange(world, spec, section.backend, workspace=traced, **limits))
         yield stack.enter_context(closing(GpuExchangeStep(world, exchange, inputs, steps.graph, traced)))
@@ -158,7 +162,7 @@ class ExchangeStep:
         rows = self._through_experts(dispatched) if verify else self.rows
         self.world.barrier("combine: start")
         started = perf_counter_ns()
-        y = self.exchange.combine(rows, dispatched)
+        y = self.exchange.combine(rows, dispatched, weighted=not self.exchange.spec.by_token)
         combine = (perf_counter_ns() - started) / 1e3
         error = error_of(y, batch, self.experts) if verify else None
         return Step((dispatch, combine, dispatch + combine), error)
@@ -177,6 +181,10 @@ class ExchangeStep:
         """Return the rows that this rank's experts make of those that came; a row of no expert stays NaN."""
         x, rows = expert_major(dispatched), torch.full_like(self.rows, torch.nan)
         first = self.world.rank * len(dispatched.expert_counts)
+        if self.exchange.spec.by_token:
+            sums = sum_experts(dispatched, self.experts, first)
+            rows[: len(sums)] = sums.to(rows.dtype)
+            return rows
         for local, count in enumerate(dispatched.expert_counts.tolist()):
             start = int(dispatched.expert_offsets[local])
             rows[start : start + count] = self.experts(first + local, x[start : start + count]).to(rows.dtype)

@@ -53,7 +53,8 @@ class LayerPasses:
             residual=self.own_router,
         )
         backend, sms = job.exchange.backend, job.exchange.sms
-        self.layer: Any = MoELayer(world, self.spec, form, backend=backend, sms=sms, seed=self.seed)
+        layer = MoELayer(world, self.spec, form, backend=backend, sms=sms, seed=self.seed)
+        self.layer: Any = layer.train(self.backward)  # inference counts no rows
         if world.device.type == "cpu" and not self.backward:
             self.layer.experts.to(arithmetic_dtype(self.shape.dtype))  # converted once, not in each step
         self.marks = Marks()

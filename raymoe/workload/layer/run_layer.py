@@ -25,6 +25,7 @@ from raymoe.workload.measure import (
     shape_keys,
 )
 from raymoe.workload.oracle import LAYER_SLACK, bound_of
+from raymoe.workload.p2p.link import link_gbps
 from raymoe.workload.progress import Progress, step_listener
 from raymoe.workload.traffic import Traffic, domain_keys, expert_load, traffic_of, work_of
 
@@ -43,12 +44,13 @@ def run_layer(case: Case, world: World, progress: Callable[[Progress], None]) ->
     passes = LayerPasses(job, world)
     steps = Steps(job.steps.warmup, job.steps.count, job.steps.verify, LAYER_SLACK * bound_of(passes.spec))
     draws = draws_of_layer(passes, inputs)
-    traffic, load = traffic_of(world, draws, passes.spec), expert_load(world, draws, passes.spec.experts)
+    traffic, load = traffic_of(world, draws, passes.spec), expert_load(world, draws, passes.spec)
     with closing(_step_of(case, world, passes, inputs)) as step:
         backend = passes.layer.exchange.backend
         ops = [(op, {"backend": backend, "l2": l2}) for op, l2 in step.ops]
         report = step_listener(progress, steps.total, work=work_of(world, draws, load, traffic, ops))
         samples = measure(world, steps, step, report, f"{case.name}: layer by {backend}")
+    limits = link_gbps(case, world, traffic) if passes.own_router else {}  # else no line has a bandwidth
     bytes_of = {STEP: traffic.both, DISPATCH: traffic.by_op[DISPATCH], COMBINE: traffic.by_op[COMBINE]}
     tokens = sum(map(inputs.routing.tokens_of, range(world.size)))
     lines = []
@@ -60,6 +62,8 @@ def run_layer(case: Case, world: World, progress: Callable[[Progress], None]) ->
             line |= {"bytes_wire": None, "gbps_wire": None}
         if op == STEP:  # its time is that of products above all, so a bandwidth of it would mean nothing
             line |= {"gbps_wire": None, "tokens_per_s": tokens_per_second(tokens, samples.us[index])}
+        if line["gbps_wire"]:
+            line |= {"gbps_link": limits.get(op)}
         if passes.own_router:
             line |= {"routing": job.layer.router.kind}
         forward = {STEP: "exchange", DISPATCH: DISPATCH, COMBINE: COMBINE}

@@ -144,7 +144,7 @@ def run_overlap(case: Case, world: World, progress: Callable[[Progress], None]) 
         label = f"{case.name}: {keys['backend']} beside a product"
         traffic = traffic_of(world, inputs.draws, spec)
         ops = [(op, {"backend": str(keys["backend"]), "l2": "cold", "beside": beside}) for op, beside in OPS]
-        load = expert_load(world, inputs.draws, spec.experts)
+        load = expert_load(world, inputs.draws, spec)
         work = work_of(world, inputs.draws, load, traffic, ops)
         samples = measure(world, steps, step, step_listener(progress, steps.total, work=work), label)
     by_op = traffic.by_op

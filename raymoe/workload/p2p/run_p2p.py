@@ -23,7 +23,7 @@ def run_p2p(case: Case, world: World, progress: Callable[[Progress], None]) -> l
     steps = Steps(case.job.steps.warmup, case.job.steps.count, case.job.steps.verify, EXACT)
     copies = list(copies_of(case))
     lines = []
-    with _opening(case, world) as open_step:
+    with opening(case, world) as open_step:
         for index, copy in enumerate(copies):
             label = f"{case.name}: {copy.nbytes} bytes by {copy.transport}"
             received = copy.nbytes * sum(destination == world.rank for _, destination in copy.pairs)
@@ -43,7 +43,7 @@ def run_p2p(case: Case, world: World, progress: Callable[[Progress], None]) -> l
 
 
 @contextmanager
-def _opening(case: Case, world: World) -> Iterator[Callable[[Copy], WorkloadStep]]:
+def opening(case: Case, world: World) -> Iterator[Callable[[Copy], WorkloadStep]]:
     """Open all that the copies of a case share; yields a function that makes the step of a copy."""
     if world.device.type == "cpu":
         if case.job.p2p.sms != "auto":

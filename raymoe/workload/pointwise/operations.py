@@ -16,7 +16,7 @@ from raymoe.config import Job
 from raymoe.fp8 import FP8_BLOCK
 from raymoe.memory.layout import ITEM_BYTES
 from raymoe.moe.weights import generator
-from raymoe.workload.exchange.gpu_exchange import dequantised
+from raymoe.workload.exchange.received import dequantised
 from raymoe.workload.memory_needed import PIECE_BYTES
 from raymoe.workload.oracle import BOUNDS, FLOAT8_BOUND
 

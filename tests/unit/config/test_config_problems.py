@@ -81,7 +81,7 @@ def test_a_problem_is_reported_with_its_line_key_and_value(tmp_path, line, expec
     assert expected in reported[0]
 
 
-@pytest.mark.parametrize("workload", ["train", "laye", "1"])
+@pytest.mark.parametrize("workload", ["finetune", "laye", "1"])
 def test_an_unknown_workload_is_reported_with_the_known_ones(tmp_path, workload):
     (reported,) = problems(tmp_path, f"workload: {workload}\n")
     assert "not one of p2p, exchange, overlap, pointwise, products, layer" in reported
@@ -117,7 +117,8 @@ def test_all_problems_are_reported_together_in_file_order(tmp_path):
         (9, "world.ranks"),
     ]
     assert str(error).endswith("x.yaml has 8 problems; the first is line 1, workload = layr: not one of "
-                               "p2p, exchange, overlap, pointwise, products, layer, did you mean 'layer'?")  # fmt: skip
+                               "p2p, exchange, overlap, pointwise, products, layer, train, "
+                               "did you mean 'layer'?")  # fmt: skip
 
 
 def test_a_key_with_a_problem_is_not_checked_against_other_keys(tmp_path):

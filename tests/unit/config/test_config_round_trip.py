@@ -164,7 +164,7 @@ def test_the_schema_refuses_what_the_loader_refuses() -> None:
     assert validator.is_valid({"defaults": "base.yaml"})
     for wrong in (
         {},
-        {"workload": "train"},
+        {"workload": "finetune"},
         {"workload": "layer", "wrld": {}},
         {"workload": "layer", "shape": {"tokens": 0}},
         {"workload": "layer", "exchange": {"backend": "nccl"}},

@@ -26,6 +26,7 @@ IMPOSSIBLE = [
     ("p2p", "p2p.pairs=[[0, 1], [7, 2]]", "there is no rank 7 among 4 ranks, ranks are 0 to 3"),
     ("layer", "exchange.backend=row_push", "row_push is no exchange, so no layer can use it"),
     ("layer", "exchange.wire=float8_e4m3", "rows of a layer cannot cross as float8_e4m3"),
+    ("layer", "exchange.layout=token", "the experts of workload layer take no rows by token, write expert or rank"),
     ("layer", "layer.recompute=true", "nothing is recomputed without a backward pass, write backward: true"),
     ("layer", "layer={router: {kind: sigmoid, groups: 5}}", "32 experts in 5 groups"),
     ("layer", "layer={router: {kind: sigmoid, groups: 16}}", "the best 1 of 16 groups of 2 experts do not hold top-4"),

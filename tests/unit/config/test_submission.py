@@ -55,7 +55,7 @@ def printed(capsys: pytest.CaptureFixture[str], *words: str) -> str:
 
 
 LINES = [
-    ("set: {}", "config: required, the name of a packaged config, or a file"),
+    ("set: {}", "config: required, the name of a packaged config, or a file; a program takes its place"),
     ("config: 3", "line 1, config = 3: text is wanted, put it in quotes"),
     (
         "config: quikstart",
@@ -122,7 +122,7 @@ LINES = [
     ),
     ("config: quickstart\nmetadata: {a: 1}", "line 2, metadata.a = 1: text is wanted, put it in quotes"),
     ("[a]", "line 1: a mapping is wanted at the top"),
-    ("", "is empty, a job needs at least a config"),
+    ("", "is empty, a job needs at least a config or a program"),
 ]
 
 
@@ -365,7 +365,7 @@ def test_the_job_of_the_page_is_valid():
     Path("mine.yaml").write_text("workload: exchange\n")
     Path("job.yaml").write_text(page.partition("```yaml\n")[2].partition("```")[0])
     job, request = load_submission("job.yaml")
-    assert job.world.ranks == 8 and request.metadata["raymoe_out"] == "/shared/results/{run}"
+    assert job is not None and job.world.ranks == 8 and request.metadata["raymoe_out"] == "/shared/results/{run}"
 
 
 def test_the_schema_refuses_what_raymoe_refuses(capsys):

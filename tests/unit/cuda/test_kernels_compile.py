@@ -241,7 +241,7 @@ def a_kernel_compiles_without_warnings(compiled):
 
 
 MOST_BYTES = {"dispatch_ll": 82_000, "combine_ll": 60_000}
-"""Limits of instruction bytes on Hopper; a cold cache loads them line by line: docs/experiments/ll_path.md."""
+"""Limits of instruction bytes on Hopper; a cold cache loads them line by line: docs/evidence/experiments/ll_path.md."""
 
 
 def instruction_bytes(cubin: bytes, kernel: str) -> int:

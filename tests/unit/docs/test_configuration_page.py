@@ -104,9 +104,21 @@ def test_the_examples_of_a_job_are_a_valid_job(tmp_path: Path) -> None:
             plain = put(plain, key, example(key, row))
     for folder in ("jobs", "my_package"):
         (tmp_path / folder).mkdir()
-    (tmp_path / "jobs" / "job.yaml").write_text(yaml.safe_dump(plain))
-    job, request = load_submission(str(tmp_path / "jobs" / "job.yaml"))
-    assert request.address == plain["address"] and job.world.ranks == plain["set"]["world.ranks"]
+    file, program = tmp_path / "jobs" / "job.yaml", plain.pop("program")
+    file.write_text(yaml.safe_dump(plain))
+    job, request = load_submission(str(file))
+    assert request.address == plain["address"] and job is not None
+    assert job.world.ranks == plain["set"]["world.ranks"]
+
+    # The same job with the program in place of the config, by its file and by its module.
+    for name in ("jobs/train.py", "my_package/train.py"):
+        (tmp_path / name).touch()
+    plain = {key: value for key, value in plain.items() if key not in ("config", "set")}
+    for other, words in (("module", ("train.py",)), ("file", ("-m", "my_package.train"))):
+        one = {key: value for key, value in program.items() if key != other}
+        file.write_text(yaml.safe_dump({**plain, "program": one}))
+        entrypoint = load_submission(str(file))[1].entrypoint
+        assert entrypoint == ("python", "-m", "raymoe.program", *words, *program["arguments"])
     for key in ("uv", "conda"):
         value = example(key, JOB_ROWS[f"runtime_env.{key}"])
         assert Submission.model_validate({"config": "quickstart", "runtime_env": {key: value}})

@@ -1,356 +1,168 @@
-"""The tables of measured times in the pages say what the raw lines in benchmarks/*.jsonl say."""
+"""Tables of measured times say what the raw lines in benchmarks/ say, and from which commit and machine they are."""
 
 from __future__ import annotations
 
-import json
 import re
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
-from functools import cache
-from statistics import median
-from typing import Any
+from collections.abc import Mapping
+from itertools import groupby
+from pathlib import Path
 
 import pytest
 
 from raymoe.exchange.peer.trace import FORMER_NAMES
 from tests.python_path import REPOSITORY
-
-ROOT = REPOSITORY
-DOCS = ROOT / "docs"
-Line = Mapping[str, Any]
-
-
-@cache
-def lines_of(name: str) -> list[Line]:
-    return [json.loads(line) for line in (ROOT / "benchmarks" / f"{name}.jsonl").read_text().splitlines()]
-
-
-@dataclass(frozen=True)
-class Column:
-    """Which raw lines a column shows: the file, the ends of the runs' names, and keys with their values."""
-
-    file: str
-    run: str | tuple[str, ...]
-    keys: Mapping[str, object]
-    shown: str = "us_p50"
-    scale: float = 1.0
-
-    def value(self, row: Mapping[str, object], key: str | None = None) -> float:
-        """The number of a cell, by default of the key that the column shows first."""
-        wanted = {**self.keys, **row}
-        found = [line for line in lines_of(self.file) if line["run"].endswith(self.run) and holds(line, wanted)]
-        assert found, (self, row)
-        return self.scale * median(shown(line, key or self.shown) for line in found)
-
-
-def shown(line: Line, name: str) -> float:
-    """A key of a line, or when the last block came to a point of its timeline."""
-    kind, _, point = name.partition(" ")
-    if kind != "timeline":
-        return float(line[name])
-    return float(next(last for found, _, _, last in line["timeline"] if found == point))
-
-
-def holds(line: Line, wanted: Mapping[str, object]) -> bool:
-    """Whether a line has the keys; a key that begins with `case ` is a word of the case's name."""
-    words = line["case"].split(",")
-    return all(f"{key[5:]}={value}" in words if key.startswith("case ") else line.get(key) == value
-               for key, value in wanted.items())  # fmt: skip
-
-
-WITH_P99 = ("performance.md", "comparison.md", "scaling.md", "layer.md", "overlap.md")
-P50_ALONE = ("calls, tokens",)
-
-
-@dataclass(frozen=True)
-class Table:
-    """A table of a page: its head begins with `first`; `row` makes keys of a row's first cell."""
-
-    page: str
-    first: str
-    columns: Mapping[str, Column]
-    row: Callable[[str], Mapping[str, object]]
-    unchecked: frozenset[str] = field(default=frozenset())
-    """Columns that a line of the file does not hold."""
-
-    @property
-    def has_p99(self) -> bool:
-        """Whether its times are p50 / p99. Others have few samples, of which the slowest is the p99."""
-        return self.page in WITH_P99 and self.first not in P50_ALONE
-
-    def rows(self) -> list[dict[str, str]]:
-        text = (DOCS / self.page).read_text()
-        block = text[text.index(f"| {self.first} |") :].split("\n\n")[0]
-        cells = [[cell.strip() for cell in line.strip().strip("|").split("|")] for line in block.splitlines()]
-        return [dict(zip(cells[0], row, strict=True)) for row in cells[2:]]
-
-
-def tokens(cell: str) -> Mapping[str, object]:
-    return {"tokens": int(cell)}
-
-
-def sms(cell: str) -> Mapping[str, object]:
-    return {"case sms": cell}
-
-
-def backend(cell: str) -> Mapping[str, object]:
-    return {"backend": cell.split("`")[1]}
-
-
-def backend_and_tokens(cell: str) -> Mapping[str, object]:
-    name, count = cell.split(", ")
-    return backend(name) | tokens(count)
-
-
-UNITS = {"KiB": 1 << 10, "MiB": 1 << 20, "GiB": 1 << 30}
-
-
-def size(cell: str) -> Mapping[str, object]:
-    number, unit = cell.split()
-    return {"bytes": int(number) * UNITS[unit]}
-
-
-def exchange(file: str, run: str, backend: str, op: str, l2: str = "cold") -> Column:
-    return Column(file, run, {"backend": backend, "op": op, "l2": l2})
-
-
-def copies(pattern: str, protocol: str, transport: str) -> Column:
-    return Column("p2p_h200x4", "yapr", {"case": f"protocol={protocol},pattern={pattern}", "transport": transport})
-
-
-def links(first: str, pattern: str) -> Table:
-    columns = {
-        "copy engine put": copies(pattern, "put", "copy_engine"),
-        "TMA put": copies(pattern, "put", "tma"),
-        "NCCL": copies(pattern, "put", "collective"),
-        "copy engine get": copies(pattern, "get", "copy_engine"),
-        "TMA get": copies(pattern, "get", "tma"),
-    }
-    return Table("links.md", first, columns, size, frozenset({"auto put"}))
-
-
-def overlap(first: str, file: str, run: str) -> Table:
-    def beside(op: str) -> Column:
-        return Column(file, run, {"backend": "fused", "case form": "whole", "op": op, "beside": None})
-
-    columns = {
-        "dispatch": beside("dispatch"),
-        "product": beside("product"),
-        "both": beside("dispatch+product"),
-        "combine": beside("combine"),
-        "both, combine": beside("combine+product"),
-    }
-    return Table("overlap.md", first, columns, sms, frozenset({"saved", "saved, combine"}))
-
-
-def systems(first: str, file: str, run: str) -> Table:
-    columns = {
-        "dispatch `fused`": exchange(file, run, "fused", "dispatch"),
-        "`staged`": exchange(file, run, "staged", "dispatch"),
-        "`nvshmem`": exchange(file, run, "nvshmem", "dispatch"),
-        "`row_push`": exchange(file, run, "row_push", "dispatch"),
-        "combine `fused`": exchange(file, run, "fused", "combine"),
-        "combine `staged`": exchange(file, run, "staged", "combine"),
-        "combine `nvshmem`": exchange(file, run, "nvshmem", "combine"),
-    }
-    return Table("comparison.md", first, columns, tokens)
-
-
-def nccl(op: str, calls: Mapping[str, str]) -> Table:
-    file, run = "bench_nccl_h200x2", "uiez"
-    backends = {f"`{name}`": exchange(file, run, name, op) for name in ("fused", "allgather", "collective")}
-    bare = {name: exchange(file, run, "nccl_bare", call) for name, call in calls.items()}
-    return Table("comparison.md", f"{op}, tokens", backends | bare, tokens)
-
-
-def by_sms(first: str, file: str, run: str) -> Table:
-    def column(layout: str, op: str) -> Column:
-        return Column(file, run, {"layout": layout, "op": op, "l2": "cold"})
-
-    columns = {
-        "dispatch, layout `rank`": column("rank", "dispatch"),
-        "dispatch, layout `expert`": column("expert", "dispatch"),
-        "combine": column("expert", "combine"),
-    }
-    return Table("scaling.md", first, columns, sms)
-
-
-def zipf(first: str, file: str, run: str) -> Table:
-    columns = {
-        "dispatch": exchange(file, run, "fused", "dispatch"),
-        "`row_push`": exchange(file, run, "row_push", "dispatch"),
-        "combine": exchange(file, run, "fused", "combine"),
-    }
-    return Table("scaling.md", first, columns, tokens)
-
-
-def performance(first: str, plain: tuple[str, str], fp8: tuple[str, str]) -> Table:
-    columns = {
-        "dispatch": exchange(*plain, "fused", "dispatch"),
-        "row push": exchange(*plain, "row_push", "dispatch"),
-        "combine": exchange(*plain, "fused", "combine"),
-        "dispatch as fp8": exchange(*fp8, "fused", "dispatch"),
-        "row push as fp8": exchange(*fp8, "row_push", "dispatch"),
-    }
-    return Table("performance.md", first, columns, tokens)
-
-
-def cpu_ranks() -> Table:
-    ops = {"dispatch": "dispatch", "combine": "combine", "both": "exchange"}
-    columns = {name: Column("host_exchange", "ooza", {"op": op}, scale=1e-3) for name, op in ops.items()}
-    return Table("performance.md", "backend, ms", columns, backend)
-
-
-def eager() -> Table:
-    def host(op: str, l2: str) -> Column:
-        return Column("eager_h200x2", "pwsz", {"op": op, "l2": l2}, shown="host_us_p50")
-
-    columns = {
-        "dispatch, host, in a row": host("dispatch", "warm"),
-        "combine, in a row": host("combine", "warm"),
-        "dispatch, host, alone": host("dispatch", "cold"),
-        "combine, alone": host("combine", "cold"),
-        "both": Column("eager_h200x2", "pwsz", {"op": "exchange", "l2": "warm"}),
-    }
-    return Table("performance.md", "calls, tokens", columns, backend_and_tokens)
-
-
-def operation_and_rows(cell: str) -> Mapping[str, object]:
-    name, count = cell.split(", ")
-    return {"op": name.strip("`")} | tokens(count)
-
-
-SYSTEMS_OF_ROWS = ("raymoe", "in_turn", "eager", "compile", "copy", "own_copy")
-
-
-def systems_of_rows() -> Table:
-    columns = {f"`{name}`": Column("norm_h200", ("dmai", "ojcv"), {"backend": name}) for name in SYSTEMS_OF_ROWS}
-    return Table("kernels.md", "operation, rows", columns, operation_and_rows)
-
-
-def beside_liger() -> Table:
-    names = ("raymoe", "compile", "liger", "copy", "own_copy")
-    columns = {f"`{name}`": Column("norm_h200", "eqlc", {"backend": name}) for name in names}
-    return Table("kernels.md", "beside Liger", columns, operation_and_rows)
-
-
-def many_rows() -> Table:
-    columns = {f"`{name}`": Column("norm_h200", "gcbb", {"backend": name}) for name in (*SYSTEMS_OF_ROWS, "liger")}
-    return Table("kernels.md", "65536 rows", columns, part)
-
-
-def stages_of_rows(op: str) -> Table:
-    def column(backend: str, stages: int | str) -> Column:
-        return Column("norm_sms_h100", "mast", {"backend": backend, "op": op, "case stages": stages})
-
-    columns = {f"{count} stage{'s' * (count > 1)}": column("raymoe", count) for count in (1, 2, 3, 4, 8)}
-    others = {"auto": column("raymoe", "auto"), "`in_turn`": column("in_turn", 8)}
-    return Table("kernels.md", f"SMs, `{op}`", columns | others, sms)
-
-
-POINTS = {
-    "first row out": "first push",
-    "entries published": "told",
-    "counts here": "counts",
-    "last row out": "last push",
-    "last row placed": "placed",
-    "over": "all awaited",
+from tests.unit.docs.derived_tables import DERIVED, Derived
+from tests.unit.docs.measured_figures import FIGURES
+from tests.unit.docs.measured_tables import ARCHIVE, DOCS, TABLES, Table, keys_of
+from tests.unit.docs.raw_lines import BENCHMARKS, Line, circumstances, date_of, in_history, lines_of
+
+EVIDENCE = sorted((DOCS / "evidence").glob("*.md"))
+NOT_MEASURED = {
+    "| fault |": "test_operations_page.py holds these tables",
 }
-"""By column: the point of a dispatch, by its name in the raw lines, when its last block comes there."""
+"""Heads of tables with numbers that are held elsewhere or are not ours, and why."""
+HELD = [table for table in TABLES if table.page != ARCHIVE]
 
 
-def timeline(first: str, file: str, run: str) -> Table:
-    keys = {"op": "dispatch", "l2": "cold"}
-    points = {name: Column(file, run, keys, shown=f"timeline {point}") for name, point in POINTS.items()}
-    return Table("experiments/timeline.md", first, points | {"by the clock": Column(file, run, keys)}, tokens)
+def problems(lines: list[Line], section: str, told_apart: bool = False) -> list[str]:
+    """Say why lines may not stand in one table below this text."""
+    found = []
+    places = {circumstances(line) for line in lines}
+    if len(places) > 1 and not told_apart:
+        found.append(f"lines of {len(places)} commits or machines: {sorted(places)}")
+    for place in places:
+        if place.commit.endswith("-dirty"):
+            found.append(f"{place.commit} is of a changed tree")
+        elif not in_history(place.commit):
+            found.append(f"{place.commit} is not in the history")
+        if not any(place.commit.startswith(known) for known in re.findall(r"`([0-9a-f]{7,12})`", section)):
+            found.append(f"the section does not name the commit {place.commit}")
+        if place.machine not in section:
+            found.append(f"the section does not name the machine {place.machine}")
+    return found + [f"the section does not name the day {day}" for day in days(lines) if day not in section]
 
 
-def part(cell: str) -> Mapping[str, object]:
-    return {"op": cell.strip("`")}
-
-
-def layer_parts(first: str, file: str, run: str, counts: tuple[int, ...]) -> Table:
-    columns = {str(count): Column(file, run, {"tokens": count, "l2": "cold"}) for count in counts}
-    return Table("layer.md", first, columns, part)
-
-
-def layer_by_sms() -> Table:
-    ops = ("step", "dispatch", "shared", "combine")
-    columns = {f"`{op}`": Column("layer_sms_h200", "kwaz", {"op": op, "l2": "cold"}) for op in ops}
-    return Table("layer.md", "SMs of the exchange", columns, sms)
-
-
-TABLES = [
-    performance("tokens, 4× H200", ("bench_exchange_h200x4", "unnt"), ("bench_exchange_fp8_h200x4", "rzwe")),
-    performance("tokens, 2× H200", ("bench_exchange_h200x2", "csun"), ("bench_exchange_fp8_h200x2", "oxzr")),
-    cpu_ranks(),
-    eager(),
-    links("one pair at a time", "pairs"),
-    links("all four, each to three", "all_to_all"),
-    overlap("`sms` on four", "bench_overlap_h200x4", "lxyp"),
-    overlap("`sms` on two", "bench_overlap_h200x2", "wiii"),
-    systems("tokens, 2× H200", "bench_exchange_h200x2", "csun"),
-    systems("tokens, 4× H200", "bench_exchange_h200x4", "gxgs"),
-    by_sms("SMs, 4× H200", "bench_sms_h200x4", "wtwj"),
-    by_sms("SMs, 2× H200", "bench_sms_h200x2", "juoe"),
-    zipf("tokens, zipf, 4× H200", "bench_zipf_h200x4", "trfp"),
-    zipf("tokens, zipf, 2× H200", "bench_zipf_h200x2", "ypox"),
-    systems_of_rows(),
-    beside_liger(),
-    many_rows(),
-    stages_of_rows("rms_norm"),
-    stages_of_rows("rms_norm_fp8"),
-    stages_of_rows("rms_norm_backward"),
-    timeline("tokens, 4× H200", "bench_trace_h200x4", "cpvz"),
-    timeline("tokens, 2× H200", "bench_trace_h200x2", "ziqr"),
-    layer_parts("forward, tokens", "layer_h200", "mees", (1, 128, 4096)),
-    layer_parts("with gradients, tokens", "layer_h200", "nbla", (128, 4096)),
-    layer_parts("forward on two, tokens", "layer_h200x2", "asnu", (1, 128, 4096)),
-    layer_parts("with gradients on two, tokens", "layer_h200x2", "dygh", (128, 4096)),
-    layer_parts("alone on two H100, tokens", "layer_h100x2", "qaeu", (128, 4096)),
-    layer_by_sms(),
-    nccl("dispatch", {"NCCL all-gather": "all_gather", "NCCL all-to-all": "all_to_all"}),
-    nccl("combine", {"NCCL, all sums": "all_to_all_sums", "NCCL, wanted sums": "all_to_all"}),
-]
+def days(lines: list[Line]) -> list[str]:
+    return sorted({date_of(line) for line in lines})
 
 
 def number(cell: str) -> tuple[float, float]:
     """The number of a cell, and half a unit of its last digit."""
-    found = re.match(r"\**([\d.]+)", cell)
-    assert found, cell
-    decimals = len(found[1].partition(".")[2])
-    return float(found[1]), 0.5 * 10**-decimals
+    digits = re.match(r"\**([\d.]+)", cell)
+    assert digits, cell
+    decimals = len(digits[1].partition(".")[2])
+    return float(digits[1]), 0.5 * 10**-decimals
 
 
 @pytest.mark.parametrize("table", TABLES, ids=lambda table: f"{table.page}: {table.first}")
 def test_a_table_shows_the_raw_lines(table: Table) -> None:
     rows = table.rows()
-    assert rows and set(rows[0]) == {table.first, *table.columns, *table.unchecked}
+    assert rows and set(rows[0]) == {table.first, *table.columns}
     wrong = []
     for row in rows:
         for name, column in table.columns.items():
             if not row[name]:
                 continue
-            keys = (column.shown, "us_p99") if table.has_p99 else (column.shown,)
+            keys = keys_of(column)
             for key, cell in zip(keys, row[name].split(" / "), strict=True):
                 shown, half_a_digit = number(cell)
                 measured = column.value(table.row(row[table.first]), key)
                 if abs(shown - measured) > half_a_digit * 1.0001:
                     wrong.append((row[table.first], name, key, shown, measured))
+    assert wrong == [], "`make tables` writes the cells again"
+
+
+@pytest.mark.parametrize("table", DERIVED, ids=lambda table: f"{table.page}: {table.first}")
+def test_a_derived_table_is_what_is_computed(table: Derived) -> None:
+    assert table.shown() == table.rows(), "`make tables` writes the rows again"
+
+
+@pytest.mark.parametrize("table", HELD, ids=lambda table: f"{table.page}: {table.first}")
+def test_a_table_is_of_one_clean_commit_and_machine_which_its_section_names(table: Table) -> None:
+    assert problems(table.lines(), table.section(), {"commit", "machine"} & set(table.cells()[0]) != set()) == []
+
+
+@pytest.mark.parametrize("table", [each for each in TABLES if each.page == ARCHIVE], ids=lambda table: table.first)
+def test_a_table_of_the_archive_has_one_commit_which_its_section_names(table: Table) -> None:
+    places = {circumstances(line) for line in table.lines()}
+    assert len(places) == 1
+    [place] = places
+    assert f"`{place.commit}`" in table.section() and place.machine in table.section()
+    assert all(day in table.section() for day in days(table.lines()))
+
+
+LINE: Line = {"run": "x-20261123T033049Z-abcd", "commit": "c21f2902974b", "device": "NVIDIA H200", "ranks": 2}
+SECTION = "two H200, 2026-11-23, commit `c21f2902974b`"
+
+
+@pytest.mark.parametrize(
+    ("changes", "why"),
+    [
+        ({}, ""),
+        ({"commit": "c21f2902974b-dirty"}, "is of a changed tree"),
+        ({"commit": "0123456789ab"}, "is not in the history"),
+        ({"device": "NVIDIA H100 80GB HBM3"}, "of 2 commits or machines"),
+        ({"ranks": 4}, "of 2 commits or machines"),
+        ({"run": "x-20261124T033049Z-abcd"}, "does not name the day 2026-11-24"),
+    ],
+)
+def test_a_table_of_other_lines_would_be_refused(changes: Mapping[str, object], why: str) -> None:
+    found = problems([LINE, {**LINE, **changes}], SECTION)
+    assert any(why in text for text in found) if why else found == []
+
+
+@pytest.mark.parametrize("page", EVIDENCE, ids=lambda page: page.name)
+def test_every_table_with_numbers_is_held_to_lines(page: Path) -> None:
+    heads = [f"| {each.first} |" for each in [*TABLES, *DERIVED] if each.page == f"evidence/{page.name}"]
+    loose = []
+    for is_table, lines in groupby(page.read_text().splitlines(), key=lambda line: line.startswith("|")):
+        block = list(lines)
+        measured = is_table and any(re.match(r"\|.*\| *\**\d+(\.\d+)?( /| %| \||$)", line) for line in block[2:])
+        if measured and not block[0].startswith((*heads, *NOT_MEASURED)):
+            loose.append(block[0])
+    assert loose == [], "name the lines of these tables in measured_tables.py or derived_tables.py"
+
+
+def test_no_figure_of_two_gpus_is_of_a_changed_tree() -> None:
+    for stem, (_, sources) in FIGURES.items():
+        places = {circumstances(line) for source in sources for line in source.lines()}
+        if "x4" not in stem:
+            assert [place for place in places if place.commit.endswith("-dirty")] == [], stem
+
+
+def test_a_figure_of_four_gpus_is_shown_by_the_archive_only() -> None:
+    pages = [*DOCS.rglob("*.md"), REPOSITORY / "README.md"]
+    wrong = [page.name for page in pages if page != DOCS / ARCHIVE and "x4.svg" in page.read_text()]
     assert wrong == []
 
 
-def test_the_page_of_kernels_says_how_long_the_tail_is() -> None:
-    tails = [
-        column.value(table.row(row[table.first]), "us_p99") / column.value(table.row(row[table.first]))
-        for table in TABLES
-        if table.page == "kernels.md"
-        for row in table.rows()
-        for name, column in table.columns.items()
-        if row[name]
-    ]
-    said = re.search(r"their p99 is at most ([\d.]+) × that", (DOCS / "kernels.md").read_text())
-    assert said and float(said[1]) == round(max(tails), 2)
+# The .txt files.
+
+WITHOUT_COMMIT = {
+    "eager_rows_h100.txt", "exchange_h200x2.txt", "exchange_h200x4.txt", "few_rows_h200.txt", "layer_pieces_h200.txt",
+    "links_h200x4.txt", "row_blocks_h200.txt", "row_counter_h100.txt", "row_order_h200.txt", "row_shapes_h200.txt",
+    "tune_h200x4.txt",
+}  # fmt: skip
+"""Logs of sweeps over constants, each of many trees of one day. New files name their commit."""
+GONE = {
+    "router_h200.txt": {"e7c9d6c"},
+    "row_shapes_h200.txt": {"b854d7d"},
+    "row_times_h200.txt": {"24d5ee5", "b854d7d"},
+}
+"""Files of commits that are not in the history: a table of the archive, and sweeps over the shapes of blocks."""
+TEXTS = [path for path in sorted(BENCHMARKS.glob("*.txt")) if path.name != "test_durations_cpu.txt"]
+
+
+@pytest.mark.parametrize("path", TEXTS, ids=lambda path: path.name)
+def test_a_text_file_names_its_machine_its_day_and_its_commit(path: Path) -> None:
+    text = path.read_text()
+    head = text[:1500]
+    assert re.search(r"H100|H200|\bcpus?\b", head), "no machine"
+    assert re.search(r"20\d\d-\d\d-\d\d", text), "no day"
+    assert "-dirty" not in text
+    commits = set(re.findall(r"commits?\W+([0-9a-f]{7,12})\b", text))
+    assert commits or path.name in WITHOUT_COMMIT, "no commit"
+    assert [commit for commit in commits if commit not in GONE.get(path.name, ()) and not in_history(commit)] == []
 
 
 def test_the_picture_of_a_step_is_true_to_the_trace() -> None:
@@ -376,13 +188,3 @@ def test_the_picture_of_a_step_is_true_to_the_trace() -> None:
         assert title == f"{begin} {first} to {end} {last} µs"
     over = {op: f"{trace['all awaited'][1]:.0f} µs" for op, trace in traces.items() if op in starts}
     assert re.findall(r"more to \w+: (\d+ µs)", text) == [over["dispatch"], over["combine"]]
-
-
-@pytest.mark.parametrize("machine, first", [("four H200", "tokens, 4× H200"), ("two H200", "tokens, 2× H200")])
-def test_the_readme_quotes_the_performance_page(machine: str, first: str) -> None:
-    page = {row[first]: row for row in next(table for table in TABLES if table.first == first).rows()}
-    quoted = re.findall(rf"^\| {machine}, (\d+) tokens \| (.*) \|$", (ROOT / "README.md").read_text(), re.MULTILINE)
-    assert len(quoted) == 2
-    for count, cells in quoted:
-        row = page[count]
-        assert cells.split(" | ") == [row["dispatch"], row["dispatch as fp8"], row["combine"], row["row push"]]

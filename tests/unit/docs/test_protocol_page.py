@@ -1,4 +1,4 @@
-"""docs/protocol.md lists every region and every injected bug."""
+"""docs/internals/protocol.md lists every region and every injected bug."""
 
 import re
 from dataclasses import replace
@@ -8,7 +8,7 @@ from raymoe.exchange.spec import ExchangeSpec
 from tests.explorer.fault import Fault
 from tests.python_path import REPOSITORY
 
-PAGE = (REPOSITORY / "docs" / "protocol.md").read_text()
+PAGE = (REPOSITORY / "docs" / "internals" / "protocol.md").read_text()
 
 
 def test_the_page_lists_every_region_with_its_bytes():

@@ -168,3 +168,8 @@ def judge_bytes(case: Case, sent: list[Batch]) -> None:
         out = sum(source == rank for source, _, _ in crossing)
         own_ids = batch.ids[: batch.num_tokens]
         assert plan.bytes_wire(own_ids, rank, case.ranks, case.spec) == out * case.spec.row_bytes
+
+
+def advice(rows_needed: int) -> str:
+    """The end of a refusal because of the capacity, as a program that uses the library sees it."""
+    return f"skip this step on all ranks, or take ExchangeSpec(capacity={rows_needed}) or more, or 'worst'"

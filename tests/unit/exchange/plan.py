@@ -133,6 +133,49 @@ def combine(
     return y.to(rows[0].dtype)
 
 
+@dataclass
+class TokenPlan:
+    """The rows that one rank receives with layout `token`: (source, token) of each, and the token's choices there."""
+
+    rows: list[tuple[int, int]]
+    topk_idx: torch.Tensor  # [n, K] numbers of experts on the rank; -1 elsewhere
+    weights: torch.Tensor  # [n, K]
+
+
+def token_plan(
+    ids: Sequence[torch.Tensor], weights: Sequence[torch.Tensor], rank: int, local_experts: int
+) -> TokenPlan:
+    """Return the rows of `rank`, in the order (source rank, token).
+
+    >>> ids, weights = [torch.tensor([[0, 2], [3, 2]]), torch.tensor([[1, 1]])], [torch.ones(2, 2), torch.ones(1, 2)]
+    >>> theirs = token_plan(ids, weights, rank=1, local_experts=2)
+    >>> theirs.rows, theirs.topk_idx.tolist(), theirs.weights.tolist()
+    ([(0, 0), (0, 1)], [[-1, 0], [1, 0]], [[0.0, 1.0], [1.0, 1.0]])
+    """
+    rows = [(source, token) for source, theirs in enumerate(ids) for token in rank_rows(theirs, rank, local_experts)]
+    chosen = torch.stack([ids[source][token] for source, token in rows]) if rows else ids[0][:0]
+    weighed = torch.stack([weights[source][token] for source, token in rows]) if rows else weights[0][:0]
+    here = (chosen >= rank * local_experts) & (chosen < (rank + 1) * local_experts)
+    return TokenPlan(rows, torch.where(here, chosen - rank * local_experts, -1), torch.where(here, weighed, 0.0))
+
+
+def combine_sums(
+    sums: Sequence[torch.Tensor], plans: Sequence[TokenPlan], source: int, tokens: int, wire: torch.dtype
+) -> torch.Tensor:
+    """Return `y[T', H]` of `source`, from a sum for each row of all ranks, rounded to `wire`, added in rank order.
+
+    >>> plans = [TokenPlan([(0, 1)], torch.zeros(1, 1), torch.zeros(1, 1))] * 2
+    >>> combine_sums([torch.ones(1, 2), torch.ones(1, 2)], plans, source=0, tokens=2, wire=torch.float32).tolist()
+    [[0.0, 0.0], [2.0, 2.0]]
+    """
+    y = torch.zeros(tokens, sums[0].shape[1])
+    for theirs, rows in zip(plans, sums, strict=True):
+        for (origin, token), row in zip(theirs.rows, rows, strict=False):
+            if origin == source:
+                y[token] += row.to(wire).float()
+    return y.to(sums[0].dtype)
+
+
 def bytes_wire(ids: torch.Tensor, rank: int, ranks: int, spec: ExchangeSpec) -> int:
     """Return the bytes of rows that a dispatch sends from `rank`: a token goes once to each other rank that needs it.
 

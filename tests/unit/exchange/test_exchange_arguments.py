@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pickle
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Any
@@ -436,3 +437,12 @@ def test_sends_and_receives_must_alternate() -> None:
         with pytest.raises(ConfigError, match="that is not the result of the last combine_send"):
             exchange.combine_receive(sent)
     close([world])
+
+
+def test_a_spec_takes_dtypes_of_torch() -> None:
+    """It is the spec of the name: equal, with one hash, also where it is pickled or changed."""
+    by_name, by_torch = (replace(SPEC, dtype=dtype) for dtype in ("float32", torch.float32))
+    assert by_torch == by_name and hash(by_torch) == hash(by_name) and by_torch.dtype == "float32"
+    assert pickle.loads(pickle.dumps(by_torch)) == replace(by_torch, tokens=SPEC.tokens) == by_name
+    with pytest.raises(ConfigError, match="dtype is 'float64'; it is one of bfloat16, float16, float32"):
+        replace(SPEC, dtype=torch.float64)

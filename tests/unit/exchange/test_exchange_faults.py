@@ -21,6 +21,7 @@ from raymoe.exchange.spec import ExchangeSpec
 from raymoe.memory.world import World
 from raymoe.moe.differentiable import combine, dispatch
 from tests.unit.exchange.exchange_cases import Batch, Case, apply_experts, batches, run_step
+from tests.unit.exchange.exchange_judge import advice
 from tests.unit.exchange.test_exchange import BACKENDS, judge_combine
 from tests.unit.ranks import RankPool
 from tests.unit.worlds import inner_world
@@ -174,7 +175,7 @@ def overflow_by_two_ranks(world: World) -> tuple[int, int, int | None, str]:
 
 
 def test_refused_data_tells_the_most_rows_that_a_rank_needed(pool: RankPool) -> None:
-    says = "12 rows, gaps included, came to rank 0; its capacity is 6: raise exchange.capacity"
+    says = "12 rows, gaps included, came to rank 0; its capacity is 6: " + advice(36)
     assert pool.run(2, overflow_by_two_ranks) == [(6, 6, 36, says)] * 2
 
 

@@ -154,7 +154,7 @@ def test_a_capacity_as_a_factor_is_of_the_rows_of_a_rank_plus_gaps(factor: float
         ({"topk": 9}, "topk is 9 with 8 experts"),
         ({"hidden": 12}, "12 bfloat16 is 24 bytes; a multiple of 16"),
         ({"dtype": "float8"}, "dtype is 'float8'; it is one of bfloat16, float16, float32"),
-        ({"layout": "token"}, "layout is 'token'; it is one of expert, rank"),
+        ({"layout": "tokens"}, "layout is 'tokens'; it is one of expert, rank, token"),
         ({"padding": "one"}, "padding is 'one'; it is one of any, zero"),
         ({"wire": "float16"}, "wire is 'float16' with dtype bfloat16; dispatch sends rows as bfloat16 or float8_e4m3"),
         ({"wire": {"combine": "float8_e4m3"}}, "wire of combine is 'float8_e4m3'"),

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from raymoe.exchange.backend import Dispatched
-from raymoe.workload.exchange.gpu_exchange import received
+from raymoe.workload.exchange.received import received
 
 ROWS, HIDDEN = 5, 320
 

@@ -9,6 +9,7 @@ from collections.abc import Iterator
 import pytest
 
 from raymoe.config import Job
+from raymoe.errors import DataRefused, PeerTimeout, RaymoeError
 from raymoe.gang.processes import SilenceWatch
 from raymoe.gang.rank import Rank, RankSettings
 from raymoe.gang.supervisor import Failure
@@ -104,3 +105,23 @@ def test_silence_counts_from_the_last_poll() -> None:
     assert not ended.is_set()
     last = time.monotonic()
     assert ended.wait(10) and time.monotonic() - last > 0.4
+
+
+def test_errors_of_a_rank_advise_the_user_of_a_job() -> None:
+    """The same errors advise a program that uses the library to change its arguments, or ask what it calls."""
+    refused = DataRefused("48 rows, gaps included, came to rank 0; its capacity is 40")
+    refused.rows_needed, refused.advice = 48, "take ExchangeSpec(capacity=48)"
+    late = PeerTimeout("dispatch", epoch=7, peer=1, expected=7, seen=6, waited_s=2.0, rank=0)
+    late.advice = "did all ranks call this layer?"
+    other = DataRefused("rank 0 asked for expert 9")
+
+    def raising(error: RaymoeError) -> None:
+        raise error
+
+    said = []
+    for error in (refused, late, other):
+        failure = Rank("advice", 0)._safely(lambda error=error: raising(error))
+        assert isinstance(failure, Failure)
+        said.append(failure.message)
+    assert said[0] == "48 rows, gaps included, came to rank 0; its capacity is 40: raise exchange.capacity"
+    assert said[1:] == ["rank 0 waited 2.0 s for rank 1 in dispatch (epoch 7): expected 7, seen 6", str(other)]

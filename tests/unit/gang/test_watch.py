@@ -16,6 +16,7 @@ import torch
 
 from raymoe.config import Job
 from raymoe.errors import WrongResult
+from raymoe.exchange.spec import ExchangeSpec
 from raymoe.gang import driver, metrics
 from raymoe.gang import supervisor as sv
 from raymoe.gang.messages import ClockShift, Message, Profiled, Progressed
@@ -65,7 +66,7 @@ def progress(**changes: Any) -> Progress:
         OpWork("copy", 7.0, {"transport": "tma"}),
     )
     block = Block(0, 10, began=5.0, ended=5.2, met=5.25, us=(200.0, 1e5, 300.0, 0.0), verified=((2, 5.05, 5.1),))
-    return Progress(**{"done": 10, "total": 20, "block": block, "work": StepWork(ops, 16.0, 1.5)} | changes)
+    return Progress(**{"done": 10, "total": 20, "block": block, "work": StepWork(ops, 16.0, 1.5, 1.25)} | changes)
 
 
 def test_a_block_of_steps_becomes_counts_under_its_tags() -> None:
@@ -87,8 +88,8 @@ def test_a_block_of_steps_becomes_counts_under_its_tags() -> None:
         ("raymoe_combine_bytes", "1", "fused", "cold", "product"): 10_000,
     }
     assert ray.counted == pytest.approx(expected), "a copy that took no time on this rank is not counted"
-    assert ray.now["raymoe_expert_load_imbalance", "1"] == 1.5
-    assert ray.now["raymoe_step_seconds", "1"] == pytest.approx(0.15 / 9)
+    assert ray.now["raymoe_expert_load_imbalance", "1"] == 1.5 and ray.now["raymoe_rank_load", "1"] == 1.25
+    assert ray.now["raymoe_step_seconds", "1"] == pytest.approx(0.15 / 10), "the verified step is timed once more"
 
 
 def drive(run: RunMetrics, state: sv.State, *events: sv.Event) -> sv.State:
@@ -252,13 +253,13 @@ def test_blocks_say_what_was_done_and_when(pool: RankPool) -> None:
         assert block.met > other.ended and other.met > block.ended
 
 
-def loads(world: World, ids: list[list[list[int]]]) -> tuple[list[float], float | None]:
+def loads(world: World, ids: list[list[list[int]]]) -> tuple[Any, float | None]:
     """Return the load of the experts, and the imbalance that this rank reports with its progress."""
     from raymoe.workload.inputs import Draw
     from raymoe.workload.traffic import ExchangeTraffic, expert_load, work_of
 
     draws = [Draw(torch.tensor(draw), torch.ones(len(draw), len(draw[0]))) for draw in ids]
-    load = expert_load(world, draws, experts=20_000)
+    load = expert_load(world, draws, ExchangeSpec(tokens=2, hidden=64, experts=20_000, topk=2, alignment=4))
     return load, work_of(world, draws, load, ExchangeTraffic.of([[0, 0], [0, 0]], 1), ()).imbalance
 
 
@@ -266,8 +267,10 @@ def test_the_load_of_experts_is_that_of_all_ranks(pool: RankPool) -> None:
     """Over all ranks' tokens and all draws; also with more experts than one message holds."""
     ids = [[[0, 15_000], [0, 15_001]], [[0, -1], [-1, 15_001]]]  # each rank: 3 rows of expert 0, 2 of 15001; 6 in all
     (first, ours), (second, theirs) = pool.run(2, loads, ids)
-    assert first == second and len(first) == 20_000
-    assert {expert: rows for expert, rows in enumerate(first) if rows} == {0: 3.0, 15_000: 1.0, 15_001: 2.0}
+    assert first == second and len(first.by_expert) == 20_000
+    assert {expert: rows for expert, rows in enumerate(first.by_expert) if rows} == {0: 3.0, 15_000: 1.0, 15_001: 2.0}
+    # The first draw gives 4 rows to expert 0, and 2 + 2 to 15,000 and 15,001, each up to a multiple of 4.
+    assert first.busiest_rows == 8 and first.capacity == 30_008
     assert [ours, theirs] == pytest.approx([20_000 * 6 / 12, 20_000 * 4 / 12])
 
 

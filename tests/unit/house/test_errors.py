@@ -43,5 +43,11 @@ def test_every_error_class_is_in_the_list():
     assert here == {type(error) for error, _ in ALL}
 
 
+def test_advice_is_the_end_of_a_message_and_crosses_processes():
+    refused = errors.DataRefused("48 rows came; the capacity is 40")
+    refused.advice = "take more"
+    assert str(pickle.loads(pickle.dumps(refused))) == "48 rows came; the capacity is 40: take more"
+
+
 def test_a_timeout_names_both_ranks_the_operation_and_the_values():
     assert str(ALL[6][0]) == "rank 0 waited 2.0 s for rank 1 in dispatch (epoch 7): expected 7, seen 6"

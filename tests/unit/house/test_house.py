@@ -35,6 +35,7 @@ HARNESS = {
     "report": 9,
     "run": 10,
     "submit": 10,
+    "program": 10,
     "cli": 11,
     "__main__": 12,
 }

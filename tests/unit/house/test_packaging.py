@@ -1,10 +1,10 @@
 """configs/ and kernels/ are packaged; configs are found by name from a wheel, this installation and a bare tree."""
 
 import os
+import re
 import shutil
 import subprocess
 import sys
-import tarfile
 import tomllib
 import zipfile
 from pathlib import Path
@@ -13,9 +13,11 @@ import pytest
 
 import raymoe
 from tests.python_path import REPOSITORY
+from tests.unit.house.packages import built_wheel
 
 ROOT = REPOSITORY
 TYPING = ("raymoe/py.typed", "raymoe/__init__.pyi")  # a type checker reads annotations only if py.typed exists
+OF_AN_EXAMPLE = Path("jobs/train.yaml")  # which a wheel has not
 BESIDE = ("configs", "jobs", "kernels")  # beside raymoe/ in the sources, inside it in a wheel
 
 
@@ -26,11 +28,7 @@ def sources(folder: str) -> list[Path]:
 @pytest.fixture(scope="module")
 def wheel(tmp_path_factory) -> Path:
     """A wheel, built without network: hatchling is among the `dev` extras."""
-    out = tmp_path_factory.mktemp("wheel")
-    command = [sys.executable, "-m", "pip", "wheel", "--quiet", "--no-deps", "--no-build-isolation", "--no-index"]
-    done = subprocess.run([*command, "--wheel-dir", str(out), str(ROOT)], capture_output=True, text=True, timeout=100)
-    assert done.returncode == 0, done.stderr
-    return next(out.glob("*.whl"))
+    return built_wheel(tmp_path_factory.mktemp("wheel"))
 
 
 def test_wheel_holds_the_package_and_nothing_else(wheel):
@@ -38,19 +36,10 @@ def test_wheel_holds_the_package_and_nothing_else(wheel):
     assert {name.split("/")[0] for name in names} == {"raymoe", f"raymoe-{raymoe.__version__}.dist-info"}
     for folder in BESIDE:
         for path in sources(folder):
-            assert f"raymoe/{path}" in names
+            assert (f"raymoe/{path}" in names) != (path == OF_AN_EXAMPLE)
     for path in (*sources("raymoe"), *map(Path, TYPING)):
         assert str(path) in names or "__pycache__" in path.parts
     assert f"raymoe-{raymoe.__version__}.dist-info/licenses/LICENSE" in names
-
-
-def test_sdist_holds_what_type_checkers_read(tmp_path):
-    command = [sys.executable, "-m", "hatchling", "build", "--target", "sdist", "--directory", str(tmp_path)]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=100)
-    assert done.returncode == 0, done.stderr
-    with tarfile.open(next(tmp_path.glob("*.tar.gz"))) as archive:
-        names = {name.partition("/")[2] for name in archive.getnames()}
-    assert {*TYPING, "examples/channel.py", "docs/library.md", "jobs/quickstart.yaml", "pyproject.toml"} <= names
 
 
 def test_wheel_declares_the_command_and_its_dependencies(wheel):
@@ -65,6 +54,15 @@ def test_wheel_declares_the_command_and_its_dependencies(wheel):
         "cuda-core",
     }
     assert "Requires-Python: >=3.11" in metadata
+
+
+def test_the_long_description_has_no_link_that_a_package_index_breaks():
+    """Neither links nor pictures, since no address of the repository is known to the package."""
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    text = (ROOT / project["readme"]).read_text()
+    assert re.findall(r"\]\((?!https://)", text) == [] and "<img" not in text
+    extras = set(re.findall(r"`(\w+)`", text.partition("| extra |")[2].partition("\n\n")[0]))
+    assert extras <= set(project["optional-dependencies"]) and {"transformers", "examples", "bench"} <= extras
 
 
 def validate(path: Path | None, folder: Path) -> None:
@@ -112,6 +110,7 @@ def test_every_tested_version_is_pinned_and_within_the_declared_range():
     for text in (
         *project["dependencies"],
         *project["optional-dependencies"]["dev"],
+        *project["optional-dependencies"]["docs"],
         *project["optional-dependencies"]["examples"],
         *project["optional-dependencies"]["storage"],
     ):

@@ -22,6 +22,7 @@ PROGRAM = Path(__file__).with_name("typed_program.py")
 MISUSES = {
     'world = raymoe.World.open("0", 2)': "arg-type",
     "spec = raymoe.ExchangeSpec(tokens=8, hidden=64, expert=4, topk=2)": "call-arg",
+    "spec = raymoe.ExchangeSpec(tokens=8, hidden=64, experts=4, topk=2, dtype=8)": "arg-type",
     "raymoe.Channel(world, 1)": "call-arg",
     'raymoe.Channel(world, peer="left", nbytes=8)': "arg-type",
     "y: int = raymoe.Exchange(world, spec).combine(x, got)": "assignment",

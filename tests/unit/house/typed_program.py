@@ -70,7 +70,9 @@ def neighbours(world: raymoe.World, message: torch.Tensor) -> torch.Tensor:
 
 
 def layers(world: raymoe.World, block: torch.nn.Module, x: torch.Tensor) -> torch.Tensor:
-    spec = raymoe.ExchangeSpec(tokens=128, hidden=1024, experts=32, topk=4)
+    spec = raymoe.ExchangeSpec(tokens=128, hidden=1024, experts=32, topk=4, dtype=torch.bfloat16)
+    name: str = spec.dtype
+    print(name)
     router = RouterForm(experts=32, topk=4, score="sigmoid", groups=8, topk_groups=4)
     layer = raymoe.MoELayer(world, spec, LayerForm(ffn=512, router=router, norm=1e-6, residual=True))
     taken = raymoe.MoELayer.from_block(block, world, tokens=128)

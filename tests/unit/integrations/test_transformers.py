@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -182,12 +183,13 @@ def gradients_of(model: Any, tokens: torch.Tensor) -> tuple[torch.Tensor, dict[s
     }
 
 
-def run_model(world: World, store: str, family: str) -> dict[str, float]:
-    """Return the errors of a sharded model against the unsharded one, by name."""
+def run_model(world: World, store: str, family: str, replayed: bool = False) -> dict[str, float]:
+    """Return the errors of a sharded model against the unsharded one, by name; `replayed`: both with given routes."""
     import transformers
     from transformers.distributed import DistributedConfig
 
     from raymoe.integrations.transformers import register
+    from raymoe.moe import replay_routes
 
     kind, config = getattr(transformers, f"{family}ForCausalLM"), getattr(transformers, f"{family}Config")
     dist.init_process_group("gloo", init_method=f"file://{store}", rank=world.rank, world_size=world.size)
@@ -202,10 +204,15 @@ def run_model(world: World, store: str, family: str) -> dict[str, float]:
         world.barrier("saved")
         source = torch.Generator().manual_seed(world.rank)
         tokens = torch.randint(1, 64, (1, 5 + world.rank), generator=source)
-        wanted, whole = gradients_of(alone, tokens)
+        ids = torch.rand(1, tokens.numel(), 8, generator=source).topk(2).indices.to(torch.int16)
+        ids[0, 2] = -1
+        with replay_routes(alone, ids) if replayed else nullcontext():
+            wanted, whole = gradients_of(alone, tokens)
         with register(tokens=8):
             sharding = DistributedConfig(fsdp_size=2, ep_size=2, ep_implementation="raymoe")
-            logits, found = gradients_of(kind.from_pretrained(folder, distributed_config=sharding), tokens)
+            model = kind.from_pretrained(folder, distributed_config=sharding)
+            with replay_routes(model, ids) if replayed else nullcontext():
+                logits, found = gradients_of(model, tokens)
         errors = {"logits": float((logits - wanted).abs().max() / wanted.abs().max())}
         assert set(found) == set(whole)
         for name, gradient in whole.items():
@@ -221,4 +228,10 @@ def run_model(world: World, store: str, family: str) -> dict[str, float]:
 def test_a_registered_model_equals_the_unsharded_one(pool: RankPool, tmp_path: Path, family: str) -> None:
     for errors in pool.run(2, run_model, str(tmp_path / "store"), family):
         assert len(errors) > 10
+        assert max(errors.values()) <= 1e-5, errors
+
+
+@pytest.mark.parametrize("family", ["Qwen3Moe", pytest.param("DeepseekV3", marks=pytest.mark.thorough)])
+def test_a_registered_model_takes_recorded_routes(pool: RankPool, tmp_path: Path, family: str) -> None:
+    for errors in pool.run(2, run_model, str(tmp_path / "store"), family, True):
         assert max(errors.values()) <= 1e-5, errors

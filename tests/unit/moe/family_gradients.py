@@ -17,7 +17,8 @@ from raymoe.exchange.spec import ExchangeSpec
 from raymoe.memory.world import World
 from raymoe.moe.experts import Experts, ModelWeights, local
 from raymoe.moe.families import Parts, parts_of
-from raymoe.moe.layer import Mlp, MoELayer, Norm
+from raymoe.moe.layer import MoELayer
+from raymoe.moe.layer_form import Mlp, Norm
 from raymoe.moe.router import Router
 from raymoe.moe.router_formulas import RouterForm
 
@@ -30,7 +31,23 @@ class Gate(nn.Module):
     def __init__(self, **attributes: Any) -> None:
         super().__init__()
         self.weight = nn.Parameter(torch.empty(E, H))
-        self.__dict__.update(attributes)
+        self.__dict__.update(attributes, num_experts=E)
+
+
+# raymoe knows routers by the names of their classes.
+class MixtralTopKRouter(Gate): ...
+
+
+class Qwen3MoeTopKRouter(Gate): ...
+
+
+class OlmoeTopKRouter(Gate): ...
+
+
+class DeepseekV3TopkRouter(Gate): ...
+
+
+class GptOssTopKRouter(Gate): ...
 
 
 class BlockExperts(nn.Module):
@@ -48,26 +65,26 @@ class BlockExperts(nn.Module):
 class MixtralSparseMoeBlock(nn.Module):
     def __init__(self) -> None:
         super().__init__()
-        self.gate, self.experts = Gate(top_k=2), BlockExperts()
+        self.gate, self.experts = MixtralTopKRouter(top_k=2), BlockExperts()
 
 
 class Qwen3MoeSparseMoeBlock(nn.Module):
     def __init__(self) -> None:
         super().__init__()
-        self.gate, self.experts = Gate(top_k=4, norm_topk_prob=True), BlockExperts()
+        self.gate, self.experts = Qwen3MoeTopKRouter(top_k=4, norm_topk_prob=True), BlockExperts()
 
 
 class OlmoeSparseMoeBlock(nn.Module):
     def __init__(self) -> None:
         super().__init__()
-        self.gate, self.experts = Gate(top_k=3, norm_topk_prob=False), BlockExperts()
+        self.gate, self.experts = OlmoeTopKRouter(top_k=3, norm_topk_prob=False), BlockExperts()
 
 
 class DeepseekV3MoE(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         form = {"norm_topk_prob": True, "routed_scaling_factor": 2.5, "num_group": 4, "topk_group": 2}
-        self.gate, self.experts = Gate(top_k=3, **form), BlockExperts()
+        self.gate, self.experts = DeepseekV3TopkRouter(top_k=3, **form), BlockExperts()
         self.gate.register_buffer("e_score_correction_bias", torch.linspace(-0.1, 0.1, E))
         self.shared_experts = Mlp(torch.empty(2 * F, H), torch.empty(H, F))
 
@@ -75,7 +92,7 @@ class DeepseekV3MoE(nn.Module):
 class GptOssMLP(nn.Module):
     def __init__(self) -> None:
         super().__init__()
-        self.router, self.experts = Gate(top_k=2), BlockExperts(transposed=True, biases=True)
+        self.router, self.experts = GptOssTopKRouter(top_k=2), BlockExperts(transposed=True, biases=True)
         self.router.bias = nn.Parameter(torch.empty(E))
 
 

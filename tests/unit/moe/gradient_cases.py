@@ -35,13 +35,24 @@ def loss_weights(case: Case, rank: int, tokens: int) -> torch.Tensor:
 
 
 def apply(got: ExpertRows, scale: torch.Tensor, first: int, weighted: bool) -> torch.Tensor:
-    """Apply the experts; with `weighted` false, the weights too."""
+    """Apply the experts; with `weighted` false, the weights too. With layout `token`, add the rows of each token."""
+    if got.topk_idx is not None:
+        return apply_by_token(got, got.topk_idx, scale, first)
     expert = Groups(got.expert_offsets, got.expert_counts).expert_of_row(len(got.x))
     there, expert = expert < len(scale), expert.clamp(max=len(scale) - 1)
     x = torch.where(there[:, None], got.x.float(), 0.0)  # on GPUs other rows may hold NaN, and so may their gradients
     rows = torch.tanh(x * scale[expert]) + ((first + expert) / 8)[:, None]
     rows = torch.where(there[:, None], rows, 0.0)
     return (rows if weighted else rows * torch.where(there, got.weights, 0.0)[:, None]).to(got.x.dtype)
+
+
+def apply_by_token(got: ExpertRows, topk_idx: torch.Tensor, scale: torch.Tensor, first: int) -> torch.Tensor:
+    """Return the weighted sum of the results of each row's experts. Where there are none, rows may hold NaN."""
+    here = topk_idx >= 0
+    expert = topk_idx.clamp(min=0).long()
+    x = torch.where(here.any(1)[:, None], got.x.float(), 0.0)
+    results = torch.tanh(x[:, None] * scale[expert]) + ((first + expert) / 8)[:, :, None]
+    return torch.where(here[:, :, None], results * got.weights[:, :, None], 0.0).sum(1).to(got.x.dtype)
 
 
 def run_gradients(world: World, case: Case) -> list[Gradients]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from unittest import mock
 
 import pytest
@@ -37,6 +38,14 @@ def alone() -> Iterator[Exchange]:
     """An exchange of one rank."""
     (world,) = wired(1)
     with world, Exchange(world, SPEC) as exchange:
+        yield exchange
+
+
+@pytest.fixture
+def by_token() -> Iterator[Exchange]:
+    """An exchange of one rank, with layout `token`."""
+    (world,) = wired(1)
+    with world, Exchange(world, replace(SPEC, layout="token")) as exchange:
         yield exchange
 
 
@@ -125,6 +134,34 @@ def test_gradients_by_nccl_backends_equal_autograd_in_float64(pool: RankPool, ba
     spec = ExchangeSpec(tokens=5, hidden=16, experts=4, topk=3, dtype="float32", layout=layout, padding="zero")
     case = Case(2, spec, backend, ("uniform", "repeated", "masked", "none"), seed=3, weighted=layout == "expert")
     judge_gradients(case, pool.run(2, run_gradients, case), bound=2e-6)
+
+
+@pytest.mark.one_in(2)
+@pytest.mark.parametrize("exact", [False, True])
+@pytest.mark.parametrize("backend", [*BACKENDS, *ON_TENSORS])
+def test_gradients_by_token_equal_autograd_in_float64(pool: RankPool, backend: str, exact: bool) -> None:
+    spec = ExchangeSpec(tokens=7, hidden=16, experts=6, topk=3, dtype="float32", layout="token", depth=0)
+    case = Case(2, spec, backend, ROUTINGS, seed=4, prefix=True, weighted=False, exact=exact)
+    judge_gradients(case, pool.run(2, run_gradients, case), bound=2e-6)
+
+
+def test_rows_by_token_can_be_traced(by_token: Exchange) -> None:
+    def layer(x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+        got = dispatch(by_token, x, ids, weights)
+        assert got.topk_idx is not None
+        shares = torch.where(got.topk_idx >= 0, got.weights * (got.topk_idx + 1), 0.0)
+        return combine(by_token, torch.where(shares.sum(1, keepdim=True) > 0, torch.tanh(got.x), 0.0), got, False)
+
+    compiled = torch.compile(layer, backend="aot_eager", fullgraph=True)
+    results = []
+    for run in (layer, compiled):
+        x, ids, weights = inputs()
+        y = run(x, ids, weights)
+        y.square().sum().backward()
+        results.append((y, x.grad))
+    torch.testing.assert_close(results[1], results[0])
+    with pytest.raises(ConfigError, match="weighted is True with layout token, where combine takes sums of rows"):
+        combine(by_token, x, dispatch(by_token, *inputs()))
 
 
 def run_counted(world: World, case: Case) -> tuple[int, int, list[Gradients]]:

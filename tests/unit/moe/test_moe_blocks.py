@@ -136,6 +136,44 @@ def test_experts_are_stored_as_the_grouped_product_takes_them(family: str) -> No
     close_worlds([world])
 
 
+@pytest.mark.parametrize("family", FAMILIES)
+def test_float32_weights_of_a_block_compute_what_its_own_weights_do(family: str) -> None:
+    """The rows have the same bits, so does the output; gradients are rounded to float32 in the place of bfloat16."""
+    (world,) = wired(1)
+    with world:
+        blocks = [block_of(family, torch.bfloat16) for _ in range(2)]
+        correction = getattr(blocks[1], "gate", torch.nn.Module())._buffers.get("e_score_correction_bias")
+        narrow = MoELayer.from_block(blocks[0], world, tokens=10)
+        wide = MoELayer.from_block(blocks[1], world, tokens=10, weights="float32")
+        results = [run(layer, *batch_of(0, (2, 5), torch.bfloat16)) for layer in (narrow, wide)]
+        dtypes = {each.dtype for each in wide.parameters()}
+        assert dtypes == {torch.float32} and wide.exchange.spec.dtype == "bfloat16"
+        assert correction is None or dict(wide.named_buffers())["gate.e_score_correction_bias"] is correction
+    for name, value in results[1].items():
+        if name in ("y", "scores"):
+            assert value.dtype == torch.bfloat16 and torch.equal(value, results[0][name]), name
+        else:
+            assert value.dtype == (torch.bfloat16 if name == "x" else torch.float32), name
+            close(name, value, results[0][name].double(), 1e-2)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_rows_of_a_float32_block_may_have_16_bits(family: str) -> None:
+    (world,) = wired(1)
+    with world:
+        block = block_of(family).requires_grad_(False)
+        layer = MoELayer.from_block(block, world, tokens=10, dtype=torch.bfloat16, capacity=256)
+        assert {(each.dtype, each.requires_grad) for each in layer.parameters()} == {(torch.float32, False)}
+        assert (layer.exchange.spec.dtype, layer.exchange.spec.capacity) == ("bfloat16", 256)
+        x = batch_of(0, (2, 5))[0].detach()
+        found, wanted = layer(x), MoELayer.from_block(block_of(family), world, tokens=10)(x)
+        y, of_block = (each[0] if isinstance(each, tuple) else each for each in (found, wanted))
+        assert y.dtype == torch.float32
+        close("y", y, of_block.detach().double(), 3e-2)
+        with pytest.raises(ConfigError, match="weights is 'bfloat16' with rows of float16"):
+            MoELayer.from_block(block_of(family, torch.bfloat16), world, tokens=10, dtype="float16")
+
+
 def routed(block: Any, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Return the logits, weights and ids of a block's own router."""
     return (block.router if hasattr(block, "router") else block.gate)(x)

@@ -17,7 +17,7 @@ from raymoe.rows import pipe_shape
 from raymoe.rows.elementwise_kernels import Pointwise, Swiglu, SwigluBackward
 from raymoe.rows.norm_kernels import LayerNorm, LayerNormBackward, RmsNorm, RmsNormBackward
 from raymoe.rows.pipe_shape import NO_LIMITS, Limits
-from raymoe.workload.exchange.gpu_exchange import dequantised
+from raymoe.workload.exchange.received import dequantised
 from raymoe.workload.pointwise import operations
 from raymoe.workload.pointwise.operations import RowSizes
 from raymoe.workload.pointwise.row_systems import SYSTEMS, Task

@@ -41,6 +41,14 @@ def exchange_case(backend: str, us: float, run: str = "quick-1") -> list[Line]:
     ]
 
 
+def slow_case(case: str = "backend=slow") -> list[Line]:
+    """Return a dispatch whose second step was slow on rank 1, with the rows of the busiest rank."""
+    (line, *_) = exchange_case("slow", 500.0)
+    tail = {"us_p99": 2000.0, "us_by_rank": [[190.0, 250.0], [195.0, 2000.0]], "samples": 4, "case": case}
+    tail |= {"us_over_steps": [200.0, 2000.0, 200.0, 210.0], "gbps_link": 4.0}
+    return [line | tail | {"rows_busiest": 2500, "rows_capacity": 8320}]
+
+
 def copy_case() -> list[Line]:
     return [
         complete_line(

@@ -11,7 +11,15 @@ from pathlib import Path
 from raymoe import cli
 from raymoe.report.directory import RunDirectory
 from raymoe.report.results import Generation, Line, Summary
-from tests.unit.report.lines import complete_line, copy_case, exchange_case, gpu_exchange, rows_case, traced_exchange
+from tests.unit.report.lines import (
+    complete_line,
+    copy_case,
+    exchange_case,
+    gpu_exchange,
+    rows_case,
+    slow_case,
+    traced_exchange,
+)
 
 CONFIG = {
     "name": "quick",
@@ -58,6 +66,7 @@ EVERY_KIND: list[Line] = [
         for sms in (8, 16, 32)
         for line in gpu_exchange("fused", 9.0, (16,))
     ),
+    *slow_case(),
     *overlap_case(),
     *(line for tokens in (128, 4096) for line in rows_case(tokens=tokens)),
     *(line for sms in (48, 132) for stages in (2, 4) for line in rows_case(sms=sms, stages=stages)),

@@ -108,6 +108,18 @@ def test_an_exchange_with_one_token_count_has_bars(tmp_path):
     assert {"Time of dispatch", "host", "40 µs, 3.21 GB/s"} <= set(texts(tmp_path / "plots" / "dispatch.svg"))
 
 
+def test_systems_with_as_many_sms_stand_side_by_side(tmp_path):
+    lines = [
+        line | {"case": f"backend={backend},sms={sms}"}
+        for backend in ("fused", "deepep_v2")
+        for sms in (24, "auto", 64)
+        for line in exchange_case(backend, 100.0)
+    ]
+    plot_names(tmp_path, lines)
+    labels = [text for text in texts(tmp_path / "plots" / "split.svg") if "sms=" in text]
+    assert labels == [f"{backend} sms={sms}" for sms in (24, 64, "auto") for backend in ("fused", "deepep_v2")]
+
+
 def test_lines_without_a_time_give_no_file(tmp_path):
     lines = [line | {"us_p50": None, "expert_load": None} for line in exchange_case("host", 100.0)]
     assert write_plots(tmp_path, lines) == []

@@ -326,7 +326,8 @@ def outcome_of(monkeypatch, out: Path, exit_code: int) -> RunOutcome:
 def test_a_run_writes_its_page_at_its_end(monkeypatch, tmp_path, capsys, code, words):
     assert execute(monkeypatch, tmp_path / "run", code) == code
     assert words in (tmp_path / "run" / "report.html").read_text()
-    assert f"the report is {tmp_path / 'run' / 'report.html'}" in capsys.readouterr().err
+    last = capsys.readouterr().err.splitlines()[-1]
+    assert last == f"the report is {tmp_path / 'run' / 'report.html'}", "below the table"
 
 
 @pytest.mark.parametrize(("code", "ends"), [(0, 8), (4, 4)])
@@ -354,6 +355,20 @@ def test_figures_come_before_the_config_and_one_sentence_compares_the_backends(t
     html = page([record])
     assert html.index("<figure") < html.index('id="what"')
     assert html.index("exchange: host is 1.70x as fast as collective at 512 tokens a rank") < html.index("<figure")
+
+
+def test_a_busy_machine_is_told_before_the_run_and_on_the_page(monkeypatch, tmp_path):
+    """Times of a busy machine say little; a comparison of backends may even turn around."""
+    busy_facts = {"load_average": 14.4, "cpu": {"usable": 2}}
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+    notice = run_module._busy_notice(busy_facts, run_module.Request("quickstart"))
+    assert notice is not None and "load average 14.4 on 2 CPUs" in notice
+    assert run_module._busy_notice(busy_facts, run_module.Request("quickstart", address="head:1")) is None
+    assert run_module._busy_notice(busy_facts | {"load_average": 0.5}, run_module.Request("quickstart")) is None
+    path = make(tmp_path / "run", exchange_case("host", 5.0))
+    assert "machine was busy" not in page([Record.read(path)])
+    (path / "environment.json").write_text(json.dumps(busy_facts))
+    assert "<dt>machine was busy</dt><dd>load average 14.4 on 2 CPUs</dd>" in page([Record.read(path)])
 
 
 def test_a_resumed_run_has_no_page_of_its_earlier_end(tmp_path):

@@ -11,8 +11,10 @@ from raymoe.report.results import KEYS, LATER_KEYS, Generation, Summary, complet
 CONTRACT = """
 run generation case workload op backend transport wire graph pattern src dst bytes ranks domains chunks tokens rows
 hidden ffn experts topk dtype routing seed layout alignment padding sms stages beside l2 leaves_out skipped stopped
-samples runs us_p50 us_p99 us_min us_max host_us_p50 timeline bytes_wire gbps_wire bytes_net bytes_memory gbps_memory
-bytes_weights tflops tokens_per_s bytes_peak bytes_kept expert_load_imbalance expert_load verified max_error
+samples runs us_p50 us_p99 us_min us_max us_by_rank us_over_steps host_us_p50 timeline
+bytes_wire gbps_wire gbps_link bytes_net bytes_memory gbps_memory
+bytes_weights tflops tokens_per_s bytes_peak bytes_kept expert_load_imbalance expert_load
+rows_busiest rows_capacity losses starts verified max_error
 device commit
 """
 

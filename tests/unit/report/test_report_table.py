@@ -24,13 +24,11 @@ def test_a_plain_table_compares_backends():
     assert max(map(len, text.splitlines())) <= 100
     rows = [row for row in text.splitlines() if row.startswith("backend=")]
     assert len(rows) == len(COMPARED), "one row for each line"
-    assert cells(rows[0]) == [
-        *("backend=host", "dispatch", "200.0", "400.0", "1.177", "MiB", "3.21", "1.3e-03", "yes", "2.00x")
-    ]
+    assert cells(rows[0]) == [*("backend=host", "dispatch", "200.0", "400.0", "1.177", "MiB", "3.21", "yes", "2.00x")]
     assert cells(rows[3])[-1] == "1.00x"
     assert "tokens 512" in text.splitlines()[0], "values that all lines share are above the table"
-    assert "imbalance 2.00" in " ".join(text.splitlines()[:2])
-    assert text.splitlines()[2] == "exchange: host is 2.00x as fast as collective at 512 tokens a rank"
+    assert "imbalance 2.00, max error 1.3e-03" in " ".join(text.split())
+    assert text.splitlines()[3] == "exchange: host is 2.00x as fast as collective at 512 tokens a rank"
 
 
 def test_an_imbalance_that_differs_has_a_column():
@@ -40,6 +38,43 @@ def test_an_imbalance_that_differs_has_a_column():
     rows = render(lines).splitlines()
     assert any("imbalance" in row and "p50 us" in row for row in rows) and "imbalance 2.00" not in rows[0]
     assert sum("7.50" in row for row in rows) == 3
+
+
+def test_errors_that_differ_have_a_column():
+    lines = [*exchange_case("host", 1.0), *exchange_case("collective", 1.0)]
+    lines[0]["max_error"] = 9e-3
+    text = render(lines)
+    assert "max error" in text.splitlines()[3] and "9.0e-03" in text and "max error" not in text.splitlines()[0]
+
+
+def test_the_limit_of_the_links_is_beside_each_rate():
+    """The limit of the same run counts. Older lines have the highest rate that was measured on such links."""
+    lines = gpu_exchange("fused", 10.0, (4096,))
+    rows = render([line | {"gbps_link": 400.0} for line in lines]).splitlines()
+    assert "of link GB/s" in next(row for row in rows if "p50 us" in row)
+    dispatch = next(row for row in rows if row.startswith("dispatch") and "cold" in row)
+    assert dispatch.endswith(f"{float(str(lines[0]['gbps_wire'])) / 400:.0%} of 400.00")
+    assert f"{float(str(lines[0]['gbps_wire'])) / 381:.0%}\n" in render(lines) and "link GB/s" not in render(lines)
+    both = [*gpu_exchange("fused", 10.0), *gpu_exchange("collective", 20.0)]
+    assert "p50 / p99 (GB/s, of the links)" in render([line | {"gbps_link": 400.0} for line in both])
+    assert "p50 / p99 (GB/s, of 381)" in render(both)
+
+
+def test_long_times_have_no_decimals_and_a_first_comparison_fits_a_terminal():
+    """As `raymoe run host_exchange` prints it on a slow machine."""
+    lines = [*exchange_case("collective", 152052.1), *exchange_case("allgather", 241542.8)]
+    text = render([line | {"gbps_link": 0.982, "gbps_wire": 0.123} for line in lines])
+    assert "152,052" in text and "152,052.1" not in text and "13% of 0.982" in text
+    assert max(map(len, text.splitlines())) <= 100
+    assert "1,000.0" in render([*exchange_case("host", 1000.0)]), "shorter times in the same column have decimals"
+
+
+def test_rows_of_the_busiest_rank_are_beside_its_capacity():
+    lines = [line | {"rows_busiest": 2304, "rows_capacity": 8320} for line in exchange_case("host", 1.0)]
+    assert "busiest rank 2,304 of 8,320 rows" in " ".join(render(lines).split())
+    lines += [line | {"case": "kind=hot", "rows_busiest": 8000} for line in lines]
+    text = render(lines)
+    assert "busiest rank's rows" in text and "2,304 of 8,320" in text and "8,000 of 8,320" in text
 
 
 def test_numbers_are_aligned_to_the_right():
@@ -206,7 +241,7 @@ def test_the_overview_shows_state_and_cases_of_each_run(tmp_path):
         with RunDirectory.create(tmp_path / name, name) as run:
             run.write_config({})
             run.add_case(exchange_case("host", 5.0, run.run))
-            run.write_summary(Summary.of(code, "rank 1 is wrong" if code else "", ["backend=host"], run.finished()))
+            run.write_summary(Summary.of(code, "rank 1 is wrong" if code else "done", ["backend=host"], run.finished()))
     with RunDirectory.create(tmp_path / "c", "c") as run:
         run.write_config({})
         text = overview([Record.read(tmp_path / name) for name in "abc"])
@@ -223,7 +258,7 @@ def test_the_overview_shows_state_and_cases_of_each_run(tmp_path):
 def test_environment_lists_packages_cpu_and_memory(tmp_path):
     facts = environment()
     assert facts["packages"]["ray"] and facts["packages"]["torch"]
-    assert facts["cpu"]["usable"] >= 1
+    assert facts["cpu"]["usable"] >= 1 and facts["load_average"] >= 0
     assert facts["memory"]["total_bytes"] > 2**28
     assert commit(tmp_path) is None, "a folder without git has no commit"
 

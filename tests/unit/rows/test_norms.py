@@ -8,7 +8,7 @@ import torch
 from raymoe.errors import ConfigError
 from raymoe.moe import add_rms_norm, layer_norm, rms_norm, swiglu
 from raymoe.rows import formulas
-from raymoe.workload.exchange.gpu_exchange import dequantised
+from raymoe.workload.exchange.received import dequantised
 
 EPS = 1e-3
 BOUNDS = {torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 1e-2}

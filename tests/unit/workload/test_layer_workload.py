@@ -16,7 +16,7 @@ from raymoe.exchange import shared
 from raymoe.exchange.exchange import Exchange
 from raymoe.exchange.spec import ExchangeSpec
 from raymoe.memory.world import World
-from raymoe.moe import layer
+from raymoe.moe import layer_form
 from raymoe.moe.router import Router
 from raymoe.moe.weights import expert_biases
 from raymoe.rows import norm
@@ -133,7 +133,7 @@ def spoiled(world: World, given: dict[str, Any], fault: str) -> None:
             patched.setattr(passes, "GPT_OSS", replace(passes.GPT_OSS, up_plus=0.0))
         elif fault == "biases":
             patched.setattr(
-                layer, "expert_biases", lambda shape, seed, expert, _: expert_biases(shape, seed, expert + 1)
+                layer_form, "expert_biases", lambda shape, seed, expert, _: expert_biases(shape, seed, expert + 1)
             )
         run_cases(world, given)
 

@@ -38,7 +38,8 @@ def test_the_need_includes_the_heap_and_the_experts_of_a_layer() -> None:
     job = load_job("quickstart")
     exchange = bytes_per_rank(load_job("host_exchange"))
     assert exchange > slots_layout(spec_of(job), 4).nbytes
-    assert bytes_per_rank(job) - exchange == 8 * 3 * 1024 * 512 * 4
+    messages = 2 * 3 * 512 * 1024 * 2  # from and to three others, for the limit of the links
+    assert bytes_per_rank(job) - exchange == 8 * 3 * 1024 * 512 * 4 + messages
 
 
 def test_slots_inside_a_domain_count_the_tokens_of_a_whole_rail() -> None:

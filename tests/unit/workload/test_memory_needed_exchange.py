@@ -33,6 +33,12 @@ def test_a_smaller_capacity_or_a_narrow_wire_needs_less_memory() -> None:
     assert worst - bytes_of(4096, "exchange.wire=float8_e4m3") == pytest.approx(8 * 4096 * (14336 - 7392), rel=1e-2)
 
 
+def test_rows_by_token_need_a_kth_of_the_memory_for_rows() -> None:
+    by_expert, by_token = (bytes_of(4096, f"exchange.layout={layout}") for layout in ("expert", "token"))
+    saved = 2 * 14336 * (4 * 4096 * 8 + 64 * 15 - 4 * 4096)  # in and out of the experts, top-8
+    assert by_expert - by_token == pytest.approx(saved, rel=2e-2)
+
+
 FIT = ("exchange_deepseek_v3", "exchange_kimi_k2", "bench_exchange", "exchange_gpu")
 
 

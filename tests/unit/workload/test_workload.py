@@ -6,6 +6,8 @@ import math
 from collections.abc import Callable
 from dataclasses import replace
 from itertools import pairwise
+from time import sleep
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -18,7 +20,10 @@ from raymoe.memory.world import World
 from raymoe.report.results import KEYS, complete
 from raymoe.transport.channels import Channels
 from raymoe.workload import Progress, run_case
-from raymoe.workload.measure import Step, Steps, measure
+from raymoe.workload.inputs import Draw
+from raymoe.workload.measure import Step, Steps, measure, result_line
+from raymoe.workload.p2p.link import link_gbps
+from raymoe.workload.traffic import ExchangeTraffic, Load, Traffic, work_of
 from tests.unit.ranks import RankPool
 
 SMALL = {"tokens": 24, "hidden": 32, "experts": 8, "topk": 3, "ffn": 16}
@@ -91,8 +96,21 @@ def test_exchange_verifies_on_every_routing(pool: RankPool, routing: str) -> Non
     load, entries = lines[0]["expert_load"], lines[0]["ranks"] * lines[0]["tokens"] * lines[0]["topk"]
     assert len(load) == lines[0]["experts"] and [line.get("expert_load") for line in lines[1:]] == [None, None]
     assert {line["expert_load_imbalance"] for line in lines} == {round(max(load) * len(load) / (sum(load) or 1), 3)}
+    most, capacity = lines[0]["rows_busiest"], lines[0]["rows_capacity"]
+    assert max(sum(load[first : first + 2]) for first in range(0, 8, 2)) <= most <= capacity == 4 * 24 * 3 + 32
+    assert most % 16 == 0 and (most == 0) == (routing == "all masked")
     dropped = routing in ("masked", "all masked", "ragged")
     assert (sum(load) < entries) if dropped else (sum(load) == pytest.approx(entries, abs=0.01 * len(load)))
+
+
+def test_the_work_of_a_step_has_the_share_of_its_rank() -> None:
+    load, none = Load([6.0, 2.0, 1.0, 3.0], busiest_rows=16, capacity=64), ExchangeTraffic(*[Traffic(0, 0)] * 3)
+    draws, worlds = (
+        [Draw(torch.zeros(5, 2), torch.zeros(5, 2))],
+        [SimpleNamespace(rank=rank, size=2) for rank in (0, 1)],
+    )
+    works = [work_of(world, draws, load, none, []) for world in worlds]
+    assert [(work.tokens, work.imbalance, work.rank_load) for work in works] == [(5, 2.0, 8 / 6), (5, 1.0, 4 / 6)]
 
 
 @pytest.mark.parametrize("backend", ["collective", "allgather"])
@@ -103,9 +121,9 @@ def test_every_backend_reports_the_same_bytes(pool: RankPool, backend: str) -> N
 
 
 @pytest.mark.parametrize("dtype", ["float32", "float16"])
-@pytest.mark.parametrize("layout", ["expert", "rank"])
+@pytest.mark.parametrize("layout", ["expert", "rank", "token"])
 def test_every_layout_and_dtype_is_verified(pool: RankPool, layout: str, dtype: str) -> None:
-    for workload in ("exchange", "layer"):
+    for workload in ("exchange",) if layout == "token" else ("exchange", "layer"):
         lines = run(pool, job(workload, 2, shape={"dtype": dtype}, exchange={"layout": layout, "padding": "zero"}))
         assert all(line["verified"] and line["layout"] == layout and line["dtype"] == dtype for line in lines)
 
@@ -130,7 +148,63 @@ def test_layer_gives_one_verified_line_for_a_case(pool: RankPool, ranks: int) ->
 
 
 def test_a_world_of_one_rank_sends_no_bytes(pool: RankPool) -> None:
-    assert {(line["bytes_wire"], line["gbps_wire"]) for line in run(pool, job("exchange", 1))} == {(0, None)}
+    lines = run(pool, job("exchange", 1))
+    assert {(line["bytes_wire"], line["gbps_wire"], line["gbps_link"]) for line in lines} == {(0, None, None)}
+
+
+def test_the_limit_of_the_links_is_beside_each_number(pool: RankPool) -> None:
+    """Measured in the same run by plain copies; so a longer copy of as many bytes would lower it."""
+    for lines in (run(pool, job("exchange", 4)), run(pool, job("layer", 4, layer={"router": {"kind": "softmax"}}))):
+        moved = [line for line in lines if line["gbps_wire"]]
+        assert [line["op"] for line in moved][:2] == ["dispatch", "combine"]
+        assert all(0 < line["gbps_link"] < 1e3 for line in moved)
+        assert all(line.get("gbps_link") is None for line in lines if line not in moved)
+    slowed = pool.run(4, limit_of_slow_copies)
+    assert all(answer == slowed[0] for answer in slowed)
+    plain, slow = slowed[0]
+    assert plain.keys() == slow.keys() == {"dispatch", "combine", "exchange"}
+    assert all(slow[op] < plain[op] for op in plain) and slow["exchange"] == pytest.approx(slow["dispatch"], rel=0.2)
+
+
+def test_a_stop_while_the_limit_is_measured_keeps_the_lines_of_the_case(pool: RankPool) -> None:
+    for lines, stopped in pool.run(2, stopped_in_the_limit):
+        assert [line["op"] for line in lines] == ["dispatch", "combine", "exchange"] and stopped
+        assert all(line["samples"] == 4 and line["gbps_link"] is None for line in lines)
+
+
+def stopped_in_the_limit(world: World) -> tuple[Lines, bool]:
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(Channels, "send", lambda *_: (world.abort("the gang is being stopped"), world.waiter.check()))
+        lines, _ = run_cases(world, job("exchange", 2))
+    return lines, isinstance(world.waiter.interrupted, Aborted)
+
+
+def limit_of_slow_copies(world: World) -> tuple[dict[str, float], dict[str, float]]:
+    case = Job.model_validate(job("exchange", 4)).cases()[0]
+    traffic = ExchangeTraffic.of([[0, 9, 9, 9]] * 4, 1000)
+    plain = link_gbps(case, world, traffic)
+    real = Channels.send
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(Channels, "send", lambda self, *message: (sleep(0.005), real(self, *message)))
+        return plain, link_gbps(case, world, traffic)
+
+
+def test_times_of_ranks_and_over_steps_show_who_was_slow_and_when(pool: RankPool) -> None:
+    line = pool.run(2, slow_line)[0]
+    assert line["us_by_rank"] == [[10.0, 10.0], [12.0, 90.0]]
+    assert line["us_over_steps"] == [12.0] * 7 + [90.0] + [12.0] * 12 and line["us_p99"] == 90.0
+
+
+def slow_line(world: World) -> dict[str, Any]:
+    """A step of rank 1 takes 12 us, and the seventh after the first timed one 90 us."""
+
+    def do_step(index: int, *, verify: bool) -> Step:
+        slow = 90.0 if index == 9 else 12.0
+        return Step((slow if world.rank else 10.0,), 0.0 if verify else None)
+
+    samples = measure(world, Steps(warmup=2, count=20, verify=True, bound=1.0), do_step, [].append, "test")
+    case = Job.model_validate(job("exchange", 2)).cases()[0]
+    return result_line(case, "exchange", Traffic(0, 0), samples, 0)
 
 
 def test_without_verify_lines_have_no_verdict(pool: RankPool) -> None:

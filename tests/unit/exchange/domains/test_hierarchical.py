@@ -23,7 +23,7 @@ from raymoe.moe import differentiable
 from raymoe.net.gloo_rail import GlooRail
 from raymoe.workload.traffic import bytes_between_domains
 from tests.unit.exchange.exchange_cases import ROUTINGS, Case, apply_experts, batches, open_exchange, run_case, run_step
-from tests.unit.exchange.exchange_judge import judge, judge_combine
+from tests.unit.exchange.exchange_judge import advice, judge, judge_combine
 from tests.unit.memory.test_world_of import error_of, groups, with_group
 from tests.unit.moe.gradient_cases import judge_gradients, run_gradients
 from tests.unit.ranks import RankPool
@@ -119,7 +119,7 @@ def refuse(rank: int, backend: str, bad: str) -> Any:
     ("bad", "says"),
     [
         ("id", "rank 2 asked for expert 8 for its token 1; ids are -1 to 7"),
-        ("rows", "16 rows, gaps included, came to rank 3; its capacity is 8: raise exchange.capacity"),
+        ("rows", "16 rows, gaps included, came to rank 3; its capacity is 8: " + advice(16)),
     ],
 )
 def test_refused_data_raises_on_all_ranks_of_all_domains_and_the_next_step_works(

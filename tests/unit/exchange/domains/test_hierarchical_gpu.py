@@ -33,7 +33,7 @@ from tests.unit.exchange.exchange_cases import (
     open_exchange,
     result_of,
 )
-from tests.unit.exchange.exchange_judge import judge, judge_combine, judge_dispatch
+from tests.unit.exchange.exchange_judge import advice, judge, judge_combine, judge_dispatch
 from tests.unit.exchange.nccl.gloo_rounds import TensorRail, on_tensors
 from tests.unit.memory.test_world_of import error_of, groups
 from tests.unit.moe.gradient_cases import judge_gradients, judge_refused_gradients, refuse_gradients, run_gradients
@@ -149,8 +149,8 @@ def refuse(rank: int, fault: tuple[str, int]) -> Any:
         (("id", 8), "rank 2 asked for expert 8 for its token 1; ids are -1 to 7"),
         (("id", -2), "rank 2 asked for expert -2 for its token 1; ids are -1 to 7"),
         (("id", 2**40), f"rank 2 asked for expert {2**40} for its token 1; ids are -1 to 7"),
-        (("rows and gaps", 7), "20 rows, gaps included, came to rank 3; its capacity is 18: raise exchange.capacity"),
-        (("rows", 7), "16 rows, gaps included, came to rank 3; its capacity is 12: raise exchange.capacity"),
+        (("rows and gaps", 7), "20 rows, gaps included, came to rank 3; its capacity is 18: " + advice(20)),
+        (("rows", 7), "16 rows, gaps included, came to rank 3; its capacity is 12: " + advice(16)),
     ],
 )
 def test_refused_data_raises_on_all_ranks_of_all_domains_and_the_next_step_works(

@@ -14,6 +14,7 @@ from raymoe.exchange.choice import Choice
 from raymoe.exchange.domains.hierarchical_gpu import HierarchicalGpu, RailParts
 from raymoe.exchange.nccl.nccl_backends import NcclAllgather, NcclCollective
 from raymoe.exchange.spec import ExchangeSpec
+from raymoe.exchange.token_rows import TokenBackend
 from raymoe.memory.world import World
 from raymoe.net.gloo import Gloo
 from raymoe.net.gloo_rail import GlooRail
@@ -81,6 +82,9 @@ def on_tensors(choice: Choice, world: World, spec: ExchangeSpec, workspace: None
 
     Between domains it is the backend of GPU ranks there, around such a backend inside the domain.
     """
+    if spec.by_token:
+        parts = zip(choice.parts, spec.parts(world.size), strict=True)
+        return TokenBackend(world, spec, [on_tensors(part, world, its, workspace) for part, its in parts], None)
     if world.domains > 1:
         launcher, rail = world.shared(EmulatedLauncher), world.shared(TensorRail)
         inside = on_tensors(choice, world.domain, spec.inside(world.domains), workspace)

@@ -22,7 +22,7 @@ from tests.gpu.exchange_ranks import refuse_and_go_on
 from tests.gpu.mixed_ranks import left_out_backward, mixed_backward, mixed_combines
 from tests.unit.exchange import plan
 from tests.unit.exchange.exchange_cases import Case, batches
-from tests.unit.exchange.exchange_judge import judge_combine
+from tests.unit.exchange.exchange_judge import advice, judge_combine
 from tests.unit.exchange.nccl.emulated_launcher import EmulatedLauncher
 from tests.unit.exchange.nccl.emulated_rounds import (
     Ranks,
@@ -284,7 +284,7 @@ def test_all_ranks_report_refused_data_and_the_next_step_works(
     )
     middle = "one" if fault[0] == "capacity" else "uniform"
     case = Case(3, spec, backend, ("masked", middle, "masked"), seed=8, ragged=False)
-    says = "36 rows, gaps included, came to rank 2; its capacity is 32: raise exchange.capacity"
+    says = "36 rows, gaps included, came to rank 2; its capacity is 32: " + advice(36)
     if fault[0] == "id":
         says = f"rank 2 asked for expert {fault[1]} for its token 2; ids are -1 to 5"
     for rank, (report, after) in enumerate(pool.run(3, refuse_and_go_on, case, fault)):

@@ -1,6 +1,6 @@
 """The protocol of dispatch and combine holds in every interleaving.
 
-`tests/explorer/` holds the model of `docs/protocol.md`. test_protocol_injected_bugs.py injects bugs into it.
+`tests/explorer/` holds the model of `docs/internals/protocol.md`. test_protocol_injected_bugs.py injects bugs into it.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """The explorer finds each bug that is injected into the protocol of dispatch and combine, and describes its effect.
 
-`tests/explorer/injected_bugs.py` lists the faults, `docs/protocol.md` the rule that each of them breaks. The tests
-print a trace of each failure (pytest -rP).
+`tests/explorer/injected_bugs.py` lists the faults, `docs/internals/protocol.md` the rule that each of them breaks. The
+tests print a trace of each failure (pytest -rP).
 """
 
 from __future__ import annotations

@@ -1,0 +1,200 @@
+"""Run the expert parallelism of vLLM on raymoe: a plugin, and no change to vLLM.
+
+    vllm serve MODEL --data-parallel-size 8 --enable-expert-parallel --additional-config '{"raymoe": {}}'
+
+vLLM loads the entry point `raymoe` of the group `vllm.general_plugins` in each of its processes. An engine whose
+additional config has the key `raymoe` takes it; `Options` has the options. Other engines stay as they are. Router,
+experts, attention and weights are vLLM's. vLLM takes raymoe for its `allgather_reducescatter`, the default backend.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import vllm.model_executor.layers.fused_moe.modular_kernel as mk
+from vllm.config import get_current_vllm_config
+from vllm.distributed import get_ep_group
+from vllm.forward_context import get_forward_context
+from vllm.logger import init_logger
+from vllm.model_executor.custom_op import op_registry_oot
+from vllm.model_executor.layers.fused_moe.routed_experts import RoutedExperts
+from vllm.model_executor.layers.fused_moe.topk_weight_and_reduce import (
+    TopKWeightAndReduceContiguous,
+    TopKWeightAndReduceDelegate,
+    TopKWeightAndReduceNoOP,
+)
+from vllm.model_executor.layers.fused_moe.utils import moe_kernel_quantize_input
+from vllm.platforms import current_platform
+
+from raymoe.errors import ConfigError
+from raymoe.exchange.spec import ExchangeSpec
+from raymoe.fp8 import FP8, FP8_BLOCK
+from raymoe.integrations.vllm_rows import ExpertRowsOfLayer, FailureWatch, Options
+from raymoe.memory.world import World
+
+_logger = init_logger("vllm.raymoe")
+
+
+class RaymoePrepareAndFinalize(mk.FusedMoEPrepareAndFinalizeModular):  # type: ignore[misc]
+    """The steps before and after the experts of one layer: a dispatch and a combine."""
+
+    activation_format = mk.FusedMoEActivationFormat.Standard
+
+    def __init__(self, layer: Any, options: Options, eager: bool) -> None:
+        super().__init__()
+        self.moe = moe = layer.moe_config
+        experts = layer.quant_method.moe_kernel.fused_experts
+        self.fp8 = not experts.expects_unquantized_inputs and experts.quant_config.quant_dtype is not None
+        on_gpu = current_platform.is_cuda()
+        device = f"cuda:{torch.cuda.current_device()}" if on_gpu else "cpu"
+        world = World.of(get_ep_group().cpu_group, device=device, timeout_s=options.timeout_s, shared=True)
+        spec = ExchangeSpec(
+            moe.max_num_tokens,
+            moe.hidden_dim,
+            moe.num_experts,
+            moe.experts_per_token,
+            dtype=str(moe.in_dtype).removeprefix("torch."),
+            wire=FP8 if self.fp8 else None,
+            output="raw" if self.fp8 else "dequantised",
+            layout=options.layout,
+            alignment=1,
+            depth=0,
+        )
+        # Experts on CPUs take ids of this rank's experts, those on GPUs ids of all experts.
+        first_id = world.rank * spec.local_experts(world.size) if on_gpu else 0
+        self.rows = ExpertRowsOfLayer(world, spec, options, exact=eager or not on_gpu, first_id=first_id)
+        if on_gpu:
+            world.shared(FailureWatch).add(self.rows.largest)
+        _logger.info_once(
+            "raymoe (%s) moves the rows of %d experts between %d ranks; this is rank %d",
+            self.rows.largest.backend,
+            moe.num_experts,
+            world.size,
+            world.rank,
+        )
+
+    def topk_indices_dtype(self) -> torch.dtype:
+        """Return the dtype of the ids that the router gives."""
+        return torch.int32
+
+    def max_num_tokens_per_rank(self) -> None:
+        """Return no limit: that is for rows in batches of an expert each."""
+        return
+
+    def num_dispatchers(self) -> int:
+        """Return the number of ranks."""
+        return self.rows.world.size
+
+    def output_is_reduced(self) -> bool:
+        """Return that no rank has to add the results of others."""
+        return True
+
+    def prepare(
+        self,
+        a1: torch.Tensor,
+        topk_weights: torch.Tensor,
+        topk_ids: torch.Tensor,
+        *others: Any,
+        defer_input_quant: bool = False,  # noqa: ARG002
+    ) -> tuple[Any, ...]:
+        """Send the tokens, and return the rows for this rank's experts. `others` are the last arguments of vLLM's."""
+        _, _, apply_router_weight_on_input, quant_config = others
+        if apply_router_weight_on_input:
+            a1 = a1 * topk_weights.to(a1.dtype)
+        scales = None
+        if self.fp8:  # with vLLM's own rounding, so that the experts see the same values as without raymoe
+            quantised = quant_config.quant_dtype, False, quant_config.block_shape
+            a1, scales = moe_kernel_quantize_input(a1, quant_config.a1_scale, *quantised)
+        most = _most_tokens(self.moe.moe_parallel_config.sp_size, len(a1))
+        brought = self.rows.bring(a1, topk_ids, topk_weights, most, scales)
+        ids = brought.ids if current_platform.is_cuda() else brought.ids.clamp(min=0)  # the weight of no expert is 0
+        counts = mk.ExpertTokensMetadata(expert_num_tokens=brought.counts, expert_num_tokens_cpu=None)
+        return brought.x, brought.scales, counts, ids, brought.weights
+
+    def finalize(
+        self,
+        output: torch.Tensor,
+        fused_expert_output: torch.Tensor,
+        topk_weights: torch.Tensor,
+        topk_ids: torch.Tensor,
+        apply_router_weight_on_input: bool,
+        weight_and_reduce_impl: Any,
+    ) -> None:
+        """Write the sums of the results to `output`. `topk_weights` and `topk_ids` are those of the rows."""
+        rows, reduce, weighted = fused_expert_output, weight_and_reduce_impl, False
+        if not isinstance(reduce, TopKWeightAndReduceNoOP):  # the experts have left weights and sums out
+            if self.rows.spec.layout == "expert":
+                weighted = not apply_router_weight_on_input
+            elif len(rows):
+                reduce = TopKWeightAndReduceContiguous() if isinstance(reduce, TopKWeightAndReduceDelegate) else reduce
+                rows = reduce.apply(None, rows, topk_weights, topk_ids, apply_router_weight_on_input)
+        self.rows.combine(rows, weighted, output)
+
+
+def _most_tokens(parts: int, here: int) -> int:
+    """Return the most tokens of any rank in this step, which all ranks know."""
+    ranks = get_forward_context().dp_metadata
+    return here if ranks is None else -(-int(ranks.num_tokens_across_dp_cpu.max()) // parts)
+
+
+def _why_not(layer: Any, config: Any) -> str | None:
+    """Say why raymoe cannot take a layer whose experts are spread over ranks, and what to do; None where it can."""
+    kernel, moe = layer.quant_method.moe_kernel, layer.moe_config
+    backend = moe.moe_parallel_config.all2all_backend
+    if not (current_platform.is_cuda() or current_platform.is_cpu()):
+        return f"the platform is {current_platform.device_name}, and raymoe has CUDA and CPU ranks"
+    if backend != "allgather_reducescatter":
+        return f"all2all_backend is {backend}: leave it out, and raymoe takes the place of allgather_reducescatter"
+    if config.parallel_config.enable_elastic_ep:
+        return "elastic EP is on, and ranks of a world do not change: leave it out"
+    if moe.is_lora_enabled:
+        return "LoRA is on, whose experts need to know the adapter of each row: leave it out"
+    if layer.expert_placement_strategy != "linear":
+        return f"experts are placed {layer.expert_placement_strategy}, and raymoe places them linear"
+    if not isinstance(getattr(kernel, "impl", None), mk.FusedMoEKernelModularImpl):
+        return f"{type(layer.quant_method).__name__} has no modular kernel here: take another moe_backend"
+    experts = kernel.fused_experts
+    if experts.activation_format() != mk.FusedMoEActivationFormat.Standard:
+        return f"{type(experts).__name__} takes rows in batches of an expert each: take another moe_backend"
+    if current_platform.is_cpu() and not config.model_config.enforce_eager:
+        return "torch.compile cannot trace it on CPUs: give enforce_eager"
+    quant = experts.quant_config
+    blocks = quant.quant_dtype is torch.float8_e4m3fn and list(quant.block_shape or ()) == [FP8_BLOCK, FP8_BLOCK]
+    if quant.quant_dtype is not None and not blocks and not experts.expects_unquantized_inputs:
+        return (
+            f"experts take rows as {quant.quant_dtype} with blocks of {quant.block_shape}, and raymoe brings rows "
+            f"as {moe.in_dtype} or as float8_e4m3fn with blocks of {FP8_BLOCK}"
+        )
+    return None
+
+
+class RaymoeRoutedExperts(RoutedExperts):  # type: ignore[misc]
+    """vLLM's layer of experts. Where the engine's config asks for raymoe, its kernel gets raymoe's dispatch."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        config = get_current_vllm_config()
+        chosen = config.additional_config.get("raymoe") if isinstance(config.additional_config, dict) else None
+        if chosen is None or not self.moe_config.moe_parallel_config.use_all2all_kernels:
+            return
+        options, method = Options.of(chosen), self.quant_method
+        process = method.process_weights_after_loading
+
+        def process_and_take(layer: Any) -> None:
+            """Make the kernel from the loaded weights, then give it raymoe's dispatch."""
+            process(layer)
+            if why_not := _why_not(layer, config):
+                raise ConfigError(f"raymoe cannot take the experts of {layer.layer_name}: {why_not}")
+            kernel = method.moe_kernel
+            if not isinstance(kernel.prepare_finalize, RaymoePrepareAndFinalize):  # weights may be loaded again
+                ours = RaymoePrepareAndFinalize(layer, options, config.model_config.enforce_eager)
+                method.moe_kernel = mk.FusedMoEKernel(ours, kernel.fused_experts)
+
+        method.process_weights_after_loading = process_and_take
+
+
+def register() -> None:
+    """Make the layer known to vLLM, which calls this in each of its processes, perhaps several times."""
+    if RoutedExperts.__name__ not in op_registry_oot:
+        RoutedExperts.register_oot(RaymoeRoutedExperts, name=RoutedExperts.__name__)

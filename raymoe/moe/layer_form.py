@@ -1,0 +1,171 @@
+"""The form of a new layer, its parts, and their weights, which follow from a seed.
+
+Parts are made empty and filled then. So a layer can be made on the device meta and filled after FSDP has spread it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from raymoe.errors import ConfigError
+from raymoe.exchange.spec import DTYPES, ExchangeSpec, dtype_name
+from raymoe.moe.experts import SWIGLU, Activation, Experts, ModelWeights, local
+from raymoe.moe.families import Parts
+from raymoe.moe.router import Router
+from raymoe.moe.router_formulas import RouterForm
+from raymoe.moe.weights import ExpertShape, expert_biases, expert_weights, generator, mlp_weights, normal
+from raymoe.rows.norm import rms_norm
+
+
+@dataclass(frozen=True)
+class LayerForm:
+    """The computation of a layer, besides the sizes that its exchange has.
+
+    The output is experts(h) + shared(h), plus x with `residual`. h is RMSNorm of x, or x itself where `norm` is None.
+    """
+
+    ffn: int
+    router: RouterForm | None = None
+    """None: softmax over all experts, weights that sum to one."""
+    activation: Activation = SWIGLU
+    """The activation of the experts, without the shared one."""
+    biases: bool = False
+    """Whether the experts add a bias in both products."""
+    shared: int = 0
+    """The ffn of the shared expert, which all tokens pass through; 0: there is none."""
+    norm: float | None = None
+    """The epsilon of RMSNorm."""
+    residual: bool = False
+    weights: str | torch.dtype | None = None
+    """The dtype of all parameters: that of the rows (None), or float32 with rows of 16 bits."""
+    deterministic: str | None = None
+    """`batch`: the bits of a token's result depend on that token alone, not on the others or their number, nor on
+    whether gradients are recorded. It leaves out kernels that cannot do that (docs/reproducibility.md)."""
+
+    def __post_init__(self) -> None:
+        check_deterministic(self.deterministic)
+        for name, least in (("ffn", 1), ("shared", 0)):
+            value = getattr(self, name)
+            if type(value) is not int or value < least:
+                raise ConfigError(f"{name} is {value!r}; a whole number of at least {least} is needed")
+        if self.weights is not None and dtype_name(self.weights) not in DTYPES:
+            raise ConfigError(f"weights is {dtype_name(self.weights)!r}; it is one of {', '.join(DTYPES)}, or None")
+
+
+def check_deterministic(kind: str | None) -> None:
+    """Refuse what `LayerForm.deterministic` cannot be."""
+    if kind not in (None, "batch"):
+        raise ConfigError(f"deterministic is {kind!r}; it is None or 'batch'")
+
+
+def dtype_of_weights(weights: str | torch.dtype | None, rows: str) -> torch.dtype:
+    """Return the dtype of parameters over rows of the dtype `rows`.
+
+    >>> dtype_of_weights("float32", rows="bfloat16"), dtype_of_weights(None, rows="float16")
+    (torch.float32, torch.float16)
+    """
+    name = rows if weights is None else dtype_name(weights)
+    if name not in ("float32", rows):
+        raise ConfigError(f"weights is {name!r} with rows of {rows}; it is float32 or the dtype of the rows")
+    dtype: torch.dtype = getattr(torch, name)
+    return dtype
+
+
+class Mlp(nn.Module):
+    """A SwiGLU expert that all tokens pass through."""
+
+    by_row = False
+    """Whether its activation gives a row the same bits among any others. A layer gives it tiles of rows then."""
+
+    def __init__(self, gate_up: torch.Tensor, down: torch.Tensor) -> None:
+        super().__init__()
+        self.gate_up_proj, self.down_proj = nn.Parameter(gate_up), nn.Parameter(down)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        h = SWIGLU(nn.functional.linear(x, self.gate_up_proj), by_row=self.by_row)
+        return nn.functional.linear(h, self.down_proj)
+
+
+class Norm(nn.Module):
+    """RMSNorm with a weight."""
+
+    def __init__(self, weight: torch.Tensor, eps: float) -> None:
+        super().__init__()
+        self.weight, self.eps = nn.Parameter(weight), eps
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return rms_norm(x, self.weight, self.eps)
+
+
+def empty_parts(spec: ExchangeSpec, form: LayerForm, count: int, device: torch.device) -> Parts:
+    """Make the parts of a layer with `count` experts on this rank. Their values are unspecified."""
+    dtype, hidden = dtype_of_weights(form.weights, spec.dtype), spec.hidden
+
+    def empty(*size: int) -> torch.Tensor:
+        return torch.empty(size, dtype=dtype, device=device)
+
+    routing = form.router or RouterForm(spec.experts, spec.topk)
+    if (routing.experts, routing.topk) != (spec.experts, spec.topk):
+        raise ConfigError(
+            f"a router of the best {routing.topk} of {routing.experts} experts with an exchange of {spec.topk} of "
+            f"{spec.experts}; give both the same"
+        )
+    weights = ModelWeights(empty(count, 2 * form.ffn, hidden), empty(count, hidden, form.ffn))
+    if form.biases:
+        weights.gate_up_proj_bias, weights.down_proj_bias = empty(count, 2 * form.ffn), empty(count, hidden)
+    correction = None
+    if routing.score == "sigmoid":
+        correction = torch.empty(spec.experts, dtype=torch.float32, device=device)
+    router = Router(routing, empty(spec.experts, hidden), correction=correction)
+    shared = Mlp(empty(2 * form.shared, hidden), empty(hidden, form.shared)) if form.shared else None
+    parts = Parts(router, Experts(weights, form.activation), shared)
+    parts.norm = None if form.norm is None else Norm(empty(hidden), form.norm)
+    parts.residual = form.residual
+    return parts
+
+
+@torch.no_grad()
+def draw_weights(parts: Parts, seed: int, first: int) -> None:
+    """Fill the parts of a layer with the values of a seed. `first` is the number of this rank's first expert.
+
+    Experts are drawn on the device that they are on, one after the other, so only one is in memory twice. FSDP may
+    have spread the other parameters.
+    """
+    router, experts, shared, norm = parts.router, parts.experts, parts.shared, parts.norm
+    gate_up, down = local(experts.gate_up_proj), local(experts.down_proj)
+    gate_up_bias, down_bias = local(experts.gate_up_proj_bias), local(experts.down_proj_bias)
+    assert gate_up is not None and down is not None
+    count, hidden, ffn = down.shape
+    shape, device = ExpertShape(hidden, ffn, down.dtype), down.device
+    for place in range(count):
+        drawn = expert_weights(shape, seed, first + place, device)
+        gate_up[place], down[place] = drawn.gate_up, drawn.down
+        if gate_up_bias is not None and down_bias is not None:
+            biases = expert_biases(shape, seed, first + place, device)
+            gate_up_bias[place], down_bias[place] = biases.gate_up, biases.down
+    _fill(router.weight, normal(generator("router", seed), *router.weight.shape) * hidden**-0.5)
+    if router.e_score_correction_bias is not None:
+        router.e_score_correction_bias.zero_()
+    if isinstance(norm, Norm):
+        _fill(norm.weight, torch.ones(hidden, device="cpu"))
+    if isinstance(shared, Mlp):
+        ffn = shared.down_proj.shape[1]
+        drawn = mlp_weights(ExpertShape(hidden, ffn, down.dtype), generator("shared", seed, device=device))
+        _fill(shared.gate_up_proj, drawn.gate_up)
+        _fill(shared.down_proj, drawn.down)
+
+
+def _fill(parameter: nn.Parameter, values: torch.Tensor) -> None:
+    """Copy the values, or of a DTensor this rank's part of them. All ranks have the same values."""
+    if not hasattr(parameter, "to_local"):
+        parameter.copy_(values)
+        return
+    from torch.distributed.tensor import distribute_tensor
+
+    spread: Any = parameter
+    values = values.to(spread.device, spread.dtype)
+    spread.copy_(distribute_tensor(values, spread.device_mesh, spread.placements, src_data_rank=None))

@@ -1,0 +1,180 @@
+"""Tables of the evidence that no line holds as it is: computed from lines, or read from a .txt file of benchmarks/."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy
+
+from raymoe.transport.choice import BUILT_IN
+from tests.unit.docs.measured_tables import DOCS
+from tests.unit.docs.raw_lines import BENCHMARKS, Column, date_of
+
+Cells = Sequence[Sequence[str]]
+BESIDE = "bench_overlap_h200x2"
+
+
+@dataclass(frozen=True)
+class Derived:
+    """A table whose head begins with `first`, and what computes its rows."""
+
+    page: str
+    first: str
+    rows: Callable[[], Cells]
+
+    def shown(self) -> Cells:
+        text = (DOCS / self.page).read_text()
+        assert text.count(f"| {self.first} |") == 1, f"{self.page} has no single table of {self.first}"
+        lines = text[text.index(f"| {self.first} |") :].split("\n\n")[0].splitlines()[2:]
+        return [[cell.strip() for cell in line.strip().strip("|").split("|")] for line in lines]
+
+
+def text_of(name: str) -> str:
+    return (BENCHMARKS / name).read_text()
+
+
+def json_lines(name: str) -> list[Mapping[str, float]]:
+    return [json.loads(line) for line in text_of(name).splitlines() if line.startswith("{")]
+
+
+def lines_over_tokens() -> Cells:
+    """Straight lines through the p50 of 2048 to 8192 tokens, by least squares."""
+    rows = []
+    for name, backend, op in (
+        ("dispatch", "fused", "dispatch"),
+        ("combine", "fused", "combine"),
+        ("`row_push`", "row_push", "dispatch"),
+    ):
+        column = Column("bench_exchange_h200x2", "csun", {"backend": backend, "op": op, "l2": "cold"})
+        tokens = numpy.array([2048, 4096, 8192])
+        us = numpy.array([column.value({"tokens": int(count)}) for count in tokens])
+        slope, start = numpy.polyfit(tokens / 1024, us, 1)
+        distance = max(abs(us - (start + slope * tokens / 1024)) / us)
+        rows.append([name, f"{start:.1f}", f"{slope:.1f}", f"{100 * distance:.1f} %"])
+    return rows
+
+
+def one_after_the_other() -> Cells:
+    """What a product and an operation take alone, and the share that they save side by side."""
+    rows = []
+    for sms in ("32", "48", "64", "80", "96", "auto"):
+        cells = [sms]
+        for op in ("dispatch", "combine"):
+            alone, product, both = (_beside(name, sms) for name in (op, "product", f"{op}+product"))
+            saved = round(100 * (1 - both / (alone + product)))
+            cells += [f"{alone + product:.0f}", f"{saved} %"]
+        rows.append(cells)
+    return rows
+
+
+def _beside(op: str, sms: str) -> float:
+    keys = {"backend": "fused", "case form": "whole", "op": op, "beside": None, "case sms": sms}
+    return Column(BESIDE, "wiii", keys).value({})
+
+
+def copy_engine_from() -> Cells:
+    """The sizes from which the copy engine is taken: in the code, and by the tuned table of a file."""
+    rows = []
+    for pattern in ("pairs", "all_to_all"):
+        for protocol in ("put", "get"):
+            built_in = min(
+                rule.from_bytes
+                for rule in BUILT_IN.rules
+                if (rule.pattern, rule.protocol, rule.transport) == (pattern, protocol, "copy_engine")
+            )
+            tuned = re.search(
+                rf"^{pattern} {protocol}: tma, copy_engine from (\d+)MiB", text_of("tune_h200x4.txt"), re.M
+            )
+            assert tuned
+            rows.append([f"{pattern}, {protocol}", f"{built_in >> 20} MiB", f"{tuned[1]} MiB"])
+    return rows
+
+
+def over_a_slow_link() -> Cells:
+    lines = json_lines("rail_shaped_cpu.txt")
+    return [[f"{line['topk']}", f"{line['rail_ms']:.0f}", f"{line['flat_ms']:.0f}"] for line in lines]
+
+
+def hops() -> Cells:
+    rows = []
+    for line in json_lines("rail_one_gpu_h200.txt"):
+        for op in ("dispatch", "combine"):
+            names = [f"inside: {op}", f"without network: {op}", f"network: {op}", op]
+            names += [f"{op} in {chunks}" for chunks in (2, 4, 8)]
+            times = [f"{line[name]:.0f}" if name in line else "" for name in names]
+            rows.append([f"{line['domains']}, {line['tokens']}, {op}", *times])
+    return rows
+
+
+def beside_transformers() -> Cells:
+    keys = ("layer", "layer_products", "block", "block_products")
+    lines = [
+        line
+        for name in ("layer_beside_transformers_h200.txt", "layer_beside_transformers_h200x2.txt")
+        for line in json_lines(name)
+    ]
+    return [[f"{line['ranks']}", f"{line['tokens']}", *(f"{line[key]:.0f}" for key in keys)] for line in lines]
+
+
+MODELS = {
+    "deepseek_v3": "DeepSeek-V3, top-8 of 256",
+    "qwen3": "Qwen3, top-8 of 128",
+    "mixtral": "Mixtral, top-2 of 8",
+    "gpt_oss": "gpt-oss, top-4 of 128",
+}
+
+
+def routers() -> Cells:
+    lines = re.findall(r"^router (\w+) (\d+): ([\d.]+) us, torch.compile ([\d.]+) us", text_of("router_h200.txt"), re.M)
+    rows = []
+    for model, name in MODELS.items():
+        ours, compiled = zip(*((us, other) for known, _, us, other in lines if known == model), strict=True)
+        rows.append([name, *(f"{float(us):.1f}" for us in (*ours, *compiled))])
+    return rows
+
+
+def eager_calls() -> Cells:
+    names = ("rms_norm", "add_rms_norm", "layer_norm", "swiglu", "swiglu with weights", "pointwise", "router")
+    rows = []
+    for name in names:
+        line = re.search(rf"^{name}  +((?:[\d.]+ *){{10}})$", text_of("eager_rows_h100.txt"), re.M)
+        assert line, name
+        shown, _, weights = name.partition(" with ")
+        cells = line[1].split()
+        first = f"`{shown}`" if shown != "router" else shown
+        rows.append([first + (f" with {weights}" if weights else ""), *cells[:3], *cells[6:9]])
+    return rows
+
+
+def eager_runs() -> Cells:
+    """Three runs of two H200, and two of two H100, of calls of 128 tokens in a row."""
+    rows = []
+    for file, run, name in (
+        ("eager_h200x2", "pwsz", "H200, `{}`"),
+        ("eager_h200x2", "mato", "H200, `{}`, a minute later"),
+        ("eager_h200x2", "lyah", "H200, `{}`"),
+        ("eager_h100x2", "nfll", "H100, `{}`"),
+        ("eager_h100x2", "zomd", "H100, `{}`, each rank bound to a half of the CPUs"),
+    ):
+        keys = {"backend": "fused", "tokens": 128, "l2": "warm"}
+        calls = [Column(file, run, {**keys, "op": op}, shown="host_us_p50").value({}) for op in ("dispatch", "combine")]
+        both = Column(file, run, {**keys, "op": "exchange"})
+        line = both.lines({})[0]
+        rows.append([date_of(line), name.format(line["commit"][:7]), *(f"{us:.1f}" for us in (*calls, both.value({})))])
+    return rows
+
+
+DERIVED = [
+    Derived("evidence/scaling.md", "two H200, µs", lines_over_tokens),
+    Derived("evidence/overlap.md", "`sms`", one_after_the_other),
+    Derived("evidence/links.md", "copy engine from", copy_engine_from),
+    Derived("evidence/domains.md", "top-k", over_a_slow_link),
+    Derived("evidence/domains.md", "domains, tokens, operation", hops),
+    Derived("evidence/layer.md", "H200, ranks", beside_transformers),
+    Derived("evidence/archive.md", "router, µs", routers),
+    Derived("evidence/rows.md", "host µs of a call", eager_calls),
+    Derived("evidence/experiments/backends.md", "date", eager_runs),
+]

@@ -1,0 +1,338 @@
+"""Which raw lines each measured table of the pages shows. `make tables` writes the cells.
+
+New lines of a table: put the file into benchmarks/, name its run here, run `make tables`, and correct the date and the
+commit above the table.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+from tests.python_path import REPOSITORY
+from tests.unit.docs.raw_lines import Column, Line
+
+DOCS = REPOSITORY / "docs"
+ARCHIVE = "evidence/archive.md"
+"""The one page whose lines may be of changed trees: it says so for each table."""
+
+
+@dataclass(frozen=True)
+class Table:
+    """A table of a page: its head begins with `first`; `row` makes keys of a row's first cell."""
+
+    page: str
+    first: str
+    columns: Mapping[str, Column]
+    row: Callable[[str], Mapping[str, object]]
+
+    def block(self) -> tuple[int, int]:
+        """Where the table begins and ends in the text of its page."""
+        text = (DOCS / self.page).read_text()
+        assert text.count(f"| {self.first} |") == 1, f"{self.page} has no single table of {self.first}"
+        start = text.index(f"| {self.first} |")
+        end = text.find("\n\n", start)
+        return start, len(text.rstrip("\n")) if end < 0 else end
+
+    def cells(self) -> list[list[str]]:
+        start, end = self.block()
+        lines = (DOCS / self.page).read_text()[start:end].splitlines()
+        return [[cell.strip() for cell in line.strip().strip("|").split("|")] for line in lines]
+
+    def rows(self) -> list[dict[str, str]]:
+        head, _, *rows = self.cells()
+        return [dict(zip(head, row, strict=True)) for row in rows]
+
+    def section(self) -> str:
+        """The page's text from the heading above the table to its end."""
+        start, end = self.block()
+        text = (DOCS / self.page).read_text()
+        return text[text.rindex("\n#", 0, start) : end]
+
+    def lines(self) -> list[Line]:
+        """All lines behind the cells that are shown."""
+        return [
+            line
+            for row in self.rows()
+            for name, column in self.columns.items()
+            if row[name]
+            for line in column.lines(self.row(row[self.first]))
+        ]
+
+
+def keys_of(column: Column) -> tuple[str, ...]:
+    """What a cell shows: p50 / p99, or one number that is no percentile of the GPU's time."""
+    return (column.shown, "us_p99") if column.shown == "us_p50" else (column.shown,)
+
+
+def formatted(value: float, scale: float = 1.0) -> str:
+    return f"{value:.0f}" if value >= 99.95 and scale == 1.0 else f"{value:.1f}"
+
+
+def cell(table: Table, column: Column, first: str) -> str:
+    row = table.row(first)
+    return " / ".join(formatted(column.value(row, key), column.scale) for key in keys_of(column))
+
+
+def written(table: Table) -> str:
+    """The table as its raw lines give it, with the rows and the empty cells that the page has now."""
+    head, rule, *rows = table.cells()
+    lines = [head, rule]
+    for row in rows:
+        shown = [
+            cell(table, table.columns[name], row[0]) if name in table.columns and old else old
+            for name, old in zip(head[1:], row[1:], strict=True)
+        ]
+        lines.append([row[0], *shown])
+    return "\n".join(f"| {' | '.join(row)} |".replace("|  |", "| |") for row in lines)
+
+
+def tokens(cell: str) -> Mapping[str, object]:
+    return {"tokens": int(cell)}
+
+
+def sms(cell: str) -> Mapping[str, object]:
+    return {"case sms": cell}
+
+
+def backend(cell: str) -> Mapping[str, object]:
+    return {"backend": cell.split("`")[1]}
+
+
+def backend_and_tokens(cell: str) -> Mapping[str, object]:
+    name, count = cell.split(", ")
+    return backend(name) | tokens(count)
+
+
+def operation(cell: str) -> Mapping[str, object]:
+    return {"op": cell.strip("`")}
+
+
+UNITS = {"KiB": 1 << 10, "MiB": 1 << 20, "GiB": 1 << 30}
+
+
+def size(cell: str) -> Mapping[str, object]:
+    number, unit = cell.split()
+    return {"bytes": int(number) * UNITS[unit]}
+
+
+def exchange(file: str, run: str, backend: str, op: str, l2: str = "cold") -> Column:
+    return Column(file, run, {"backend": backend, "op": op, "l2": l2})
+
+
+def copies(page: str, first: str, file: str, run: str, pattern: str) -> Table:
+    def column(protocol: str, transport: str) -> Column:
+        return Column(file, run, {"case": f"protocol={protocol},pattern={pattern}", "transport": transport})
+
+    columns = {
+        "copy engine put": column("put", "copy_engine"),
+        "TMA put": column("put", "tma"),
+        "NCCL": column("put", "collective"),
+        "copy engine get": column("get", "copy_engine"),
+        "TMA get": column("get", "tma"),
+    }
+    return Table(page, first, columns, size)
+
+
+def overlap(page: str, first: str, file: str, run: str) -> Table:
+    def beside(op: str) -> Column:
+        return Column(file, run, {"backend": "fused", "case form": "whole", "op": op, "beside": None})
+
+    columns = {
+        "dispatch": beside("dispatch"),
+        "product": beside("product"),
+        "dispatch beside a product": beside("dispatch+product"),
+        "combine": beside("combine"),
+        "combine beside a product": beside("combine+product"),
+    }
+    return Table(page, first, columns, sms)
+
+
+def overlap_tried(first: str, columns: Mapping[str, tuple[str, str, Mapping[str, str]]]) -> Table:
+    """A table of ways beside a product that were tried: by column the operation, the run, and words of the case."""
+    page, file = "evidence/experiments/overlap.md", "bench_overlap_h200x2"
+    keys = {name: {"op": f"{op}+product", "beside": None, **words} for name, (op, _, words) in columns.items()}
+    return Table(page, first, {name: Column(file, columns[name][1], keys[name]) for name in columns}, sms)
+
+
+def systems(page: str, first: str, file: str, run: str) -> Table:
+    columns = {
+        "dispatch `fused`": exchange(file, run, "fused", "dispatch"),
+        "`staged`": exchange(file, run, "staged", "dispatch"),
+        "`nvshmem`": exchange(file, run, "nvshmem", "dispatch"),
+        "`row_push`": exchange(file, run, "row_push", "dispatch"),
+        "combine `fused`": exchange(file, run, "fused", "combine"),
+        "combine `staged`": exchange(file, run, "staged", "combine"),
+        "combine `nvshmem`": exchange(file, run, "nvshmem", "combine"),
+    }
+    return Table(page, first, columns, tokens)
+
+
+def nccl(op: str, calls: Mapping[str, str]) -> Table:
+    file, run = "bench_nccl_h200x2", "uiez"
+    backends = {f"`{name}`": exchange(file, run, name, op) for name in ("fused", "allgather", "collective")}
+    bare = {name: exchange(file, run, "nccl_bare", call) for name, call in calls.items()}
+    return Table("evidence/comparison.md", f"{op}, tokens", backends | bare, tokens)
+
+
+def by_sms(page: str, first: str, file: str, run: str) -> Table:
+    def column(layout: str, op: str) -> Column:
+        return Column(file, run, {"layout": layout, "op": op, "l2": "cold"})
+
+    columns = {
+        "dispatch, layout `rank`": column("rank", "dispatch"),
+        "dispatch, layout `expert`": column("expert", "dispatch"),
+        "combine": column("expert", "combine"),
+    }
+    return Table(page, first, columns, sms)
+
+
+def zipf(page: str, first: str, file: str, run: str) -> Table:
+    columns = {
+        "dispatch": exchange(file, run, "fused", "dispatch"),
+        "`row_push`": exchange(file, run, "row_push", "dispatch"),
+        "combine": exchange(file, run, "fused", "combine"),
+    }
+    return Table(page, first, columns, tokens)
+
+
+def performance(page: str, first: str, file: str, run: str) -> Table:
+    columns = {
+        "dispatch": exchange(file, run, "fused", "dispatch"),
+        "row push": exchange(file, run, "row_push", "dispatch"),
+        "combine": exchange(file, run, "fused", "combine"),
+    }
+    return Table(page, first, columns, tokens)
+
+
+def as_fp8(page: str, first: str, file: str, run: str) -> Table:
+    columns = {
+        "dispatch as fp8": exchange(file, run, "fused", "dispatch"),
+        "row push as fp8": exchange(file, run, "row_push", "dispatch"),
+    }
+    return Table(page, first, columns, tokens)
+
+
+def cpu_ranks() -> Table:
+    ops = {"dispatch": "dispatch", "combine": "combine", "both": "exchange"}
+    columns = {name: Column("host_exchange", "ooza", {"op": op}, scale=1e-3) for name, op in ops.items()}
+    return Table("evidence/performance.md", "backend, ms", columns, backend)
+
+
+def eager() -> Table:
+    def host(op: str, l2: str) -> Column:
+        return Column("eager_h200x2", "lyah", {"op": op, "l2": l2}, shown="host_us_p50")
+
+    columns = {
+        "dispatch, host, in a row": host("dispatch", "warm"),
+        "combine, in a row": host("combine", "warm"),
+        "dispatch, host, alone": host("dispatch", "cold"),
+        "combine, alone": host("combine", "cold"),
+        "both": Column("eager_h200x2", "lyah", {"op": "exchange", "l2": "warm"}),
+    }
+    return Table("evidence/performance.md", "calls, tokens", columns, backend_and_tokens)
+
+
+def rows_by_system(first: str, count: int) -> Table:
+    systems = ("raymoe", "eager", "compile", "copy")
+    keys: dict[str, dict[str, object]] = {name: {"backend": name, "tokens": count} for name in systems}
+    columns = {f"`{name}`": Column("norm_h200", ("dmai", "ojcv"), keys[name]) for name in systems}
+    return Table("evidence/rows.md", first, columns, operation)
+
+
+def beside_liger() -> Table:
+    names = ("raymoe", "compile", "liger", "copy", "own_copy")
+    columns = {f"`{name}`": Column("norm_h200", "eqlc", {"backend": name, "tokens": 4096}) for name in names}
+    return Table("evidence/rows.md", "4096 rows, beside Liger", columns, operation)
+
+
+def stages_of_rows(op: str) -> Table:
+    def column(backend: str, stages: int | str) -> Column:
+        return Column("norm_sms_h100", "mast", {"backend": backend, "op": op, "case stages": stages})
+
+    columns = {f"{count} stage{'s' * (count > 1)}": column("raymoe", count) for count in (1, 2, 4, 8)}
+    others = {"auto": column("raymoe", "auto"), "`in_turn`": column("in_turn", 8)}
+    return Table("evidence/rows.md", f"SMs, `{op}`", columns | others, sms)
+
+
+POINTS = {
+    "first row out": "first push",
+    "entries published": "told",
+    "counts here": "counts",
+    "last row out": "last push",
+    "last row placed": "placed",
+    "over": "all awaited",
+}
+"""By column: the point of a dispatch, by its name in the raw lines, when its last block comes there."""
+
+
+def timeline(page: str, first: str, file: str, run: str) -> Table:
+    keys = {"op": "dispatch", "l2": "cold"}
+    points = {name: Column(file, run, keys, shown=f"timeline {point}") for name, point in POINTS.items()}
+    return Table(page, first, points | {"by the clock": Column(file, run, keys)}, tokens)
+
+
+def layer_parts(first: str, file: str, run: str, counts: tuple[int, ...]) -> Table:
+    columns = {str(count): Column(file, run, {"tokens": count, "l2": "cold"}) for count in counts}
+    return Table("evidence/layer.md", first, columns, operation)
+
+
+def layer_by_sms() -> Table:
+    ops = ("step", "dispatch", "shared", "combine")
+    columns = {f"`{op}`": Column("layer_sms_h200", "kwaz", {"op": op, "l2": "cold"}) for op in ops}
+    return Table("evidence/layer.md", "SMs of the exchange", columns, sms)
+
+
+PERFORMANCE, COMPARISON, SCALING = "evidence/performance.md", "evidence/comparison.md", "evidence/scaling.md"
+TABLES = [
+    performance(PERFORMANCE, "tokens, 2× H200", "bench_exchange_h200x2", "csun"),
+    as_fp8(PERFORMANCE, "tokens as fp8, 2× H200", "bench_exchange_fp8_h200x2", "oxzr"),
+    cpu_ranks(),
+    eager(),
+    copies("evidence/links.md", "one pair at a time", "p2p_h200x2", "awho", "pairs"),
+    copies("evidence/links.md", "both at once", "p2p_h200x2", "awho", "all_to_all"),
+    overlap("evidence/overlap.md", "`sms`, 2× H200", "bench_overlap_h200x2", "wiii"),
+    systems(COMPARISON, "tokens, 2× H200", "bench_exchange_h200x2", "csun"),
+    nccl("dispatch", {"NCCL all-gather": "all_gather", "NCCL all-to-all": "all_to_all"}),
+    nccl("combine", {"NCCL, all sums": "all_to_all_sums", "NCCL, wanted sums": "all_to_all"}),
+    by_sms(SCALING, "SMs, 2× H200", "bench_sms_h200x2", "juoe"),
+    zipf(SCALING, "tokens, zipf, 2× H200", "bench_zipf_h200x2", "ypox"),
+    rows_by_system("4096 rows", 4096),
+    rows_by_system("128 rows", 128),
+    beside_liger(),
+    stages_of_rows("rms_norm"),
+    stages_of_rows("rms_norm_fp8"),
+    stages_of_rows("rms_norm_backward"),
+    timeline("evidence/experiments/timeline.md", "tokens, 2× H200", "bench_trace_h200x2", "ziqr"),
+    layer_parts("forward on two, tokens", "layer_h200x2", "asnu", (1, 128, 4096)),
+    layer_parts("with gradients on two, tokens", "layer_h200x2", "dygh", (128, 4096)),
+    layer_parts("alone on two H100, tokens", "layer_h100x2", "qaeu", (128, 4096)),
+    layer_by_sms(),
+    overlap_tried(
+        "`sms`, in parts",
+        {
+            "dispatch, whole": ("dispatch", "wiii", {}),
+            "dispatch, in parts": ("dispatch", "vgbj", {}),
+            "combine, whole": ("combine", "wiii", {}),
+            "combine, in parts": ("combine", "vgbj", {}),
+        },
+    ),
+    overlap_tried(
+        "dispatch beside a product, `sms`",
+        {
+            "priority": ("dispatch", "wiii", {}),
+            "`carveout`": ("dispatch", "aeei", {"case keep_off": "carveout"}),
+            "`green_context`": ("dispatch", "aeei", {"case keep_off": "green_context"}),
+        },
+    ),
+    # The archive.
+    performance(ARCHIVE, "tokens, 4× H200", "bench_exchange_h200x4", "unnt"),
+    as_fp8(ARCHIVE, "tokens as fp8, 4× H200", "bench_exchange_fp8_h200x4", "rzwe"),
+    systems(ARCHIVE, "tokens by system, 4× H200", "bench_exchange_h200x4", "gxgs"),
+    by_sms(ARCHIVE, "SMs, 4× H200", "bench_sms_h200x4", "wtwj"),
+    zipf(ARCHIVE, "tokens, zipf, 4× H200", "bench_zipf_h200x4", "trfp"),
+    overlap(ARCHIVE, "`sms`, 4× H200", "bench_overlap_h200x4", "lxyp"),
+    copies(ARCHIVE, "one pair of four at a time", "p2p_h200x4", "yapr", "pairs"),
+    copies(ARCHIVE, "all four, each to three", "p2p_h200x4", "yapr", "all_to_all"),
+    timeline(ARCHIVE, "points of a dispatch, tokens, 4× H200", "bench_trace_h200x4", "cpvz"),
+]
