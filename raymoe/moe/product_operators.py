@@ -225,7 +225,7 @@ def _product_backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
         weighted = x if row_weights is None else (formulas.wide(x) * row_weights[:, None]).to(x.dtype)
         d_weight = _weight_gradient(ctx.main_grad, dy, weighted, groups, clean)
     d_bias = _ops.expert_sums(dy, offsets, counts, row_weights).to(bias.dtype) if needs_bias else None
-    return dx if needs_x else None, d_weight, None, None, d_bias, d_weights if needs_row_weights else None, *_NONE[:4]
+    return dx if needs_x else None, d_weight, None, None, d_bias, d_weights if needs_row_weights else None, *_NONE[:5]
 
 
 def _weight_gradient(main_grad: Tensor | None, dy: Tensor, x: Tensor, groups: Groups, clean: bool) -> Tensor | None:
