@@ -33,7 +33,7 @@ pytestmark = pytest.mark.skipif(compiler() is None, reason="no C++ compiler on t
 SHORT_S = 2e-3
 
 
-@pytest.mark.one_in(6)
+@pytest.mark.one_in(9)
 @pytest.mark.parametrize("number", range(len(RUNS)), ids=RUNS)
 def test_rows_arrive_as_planned_and_return_summed(number):
     """The seed also draws the types and counts, so that neighbouring runs differ in them."""
@@ -109,7 +109,7 @@ def test_a_call_may_leave_gaps_as_they_are(kind):
             assert set(got.x[[2, 3, 7]].flatten().tolist()) == {0.0 if zero_gaps else 7.0}
 
 
-@pytest.mark.one_in(4)
+@pytest.mark.one_in(8)
 @pytest.mark.parametrize("sms", [2, 3, 4, 5])
 @pytest.mark.parametrize("form", ["whole", "halves"])
 @pytest.mark.parametrize("kind", KINDS)
@@ -160,7 +160,7 @@ FAULTS = {
 }
 
 
-@pytest.mark.one_in(3)
+@pytest.mark.one_in(6)
 @pytest.mark.parametrize(
     ("kind", "form"), [*((kind, "whole") for kind in KINDS), ("fused", "known"), ("staged", "known")]
 )
@@ -257,7 +257,7 @@ def _combine_differently(kind: str, form: str, how: str, seed: int, *changes: Ch
         steps.judge()
 
 
-@pytest.mark.one_in(5)
+@pytest.mark.one_in(9)
 @pytest.mark.parametrize("how", DIFFERENT)
 @pytest.mark.parametrize("form", ["whole", "halves"])
 @pytest.mark.parametrize("kind", KINDS)
@@ -322,6 +322,7 @@ def test_a_replay_combines_the_dispatch_that_was_replayed_last(kind):
 # ---- peers that stop ------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("end", ["deadline", "abort"])
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_stopped_peer_ends_every_wait_and_later_steps_store_nothing(kind, end):
@@ -397,7 +398,7 @@ SILENT = [
 ]
 
 
-@pytest.mark.one_in(2)
+@pytest.mark.one_in(4)
 @pytest.mark.parametrize(("kind", "what", "silent"), SILENT)
 def test_a_rank_that_leaves_out_a_message_is_named_by_all_others(kind, what, silent):
     """The error holds the epoch that was found instead. Every token goes to every rank, so all ranks wait."""
@@ -442,6 +443,7 @@ def test_a_rank_that_misses_a_dispatch_of_known_routing_is_named(kind):
         assert (caught.value.op, caught.value.rank, caught.value.peer, caught.value.epoch) == ("dispatch", 0, 1, 2)
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("layout", ["expert", "rank"])
 @pytest.mark.parametrize("kind", ["fused", "staged", "copied"])
 def test_a_rank_that_gives_up_does_not_overwrite_what_a_slow_rank_reads(kind, layout):
@@ -500,7 +502,7 @@ def _enqueue_unchecked(steps: Steps, step: int) -> None:
 # ---- messages -------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.one_in(2)
+@pytest.mark.one_in(5)
 @pytest.mark.parametrize("both_ways", [False, True], ids=["one way", "both ways"])
 @pytest.mark.parametrize("protocol", ["put", "get"])
 @pytest.mark.parametrize("spread", SPREADS.values(), ids=SPREADS)
