@@ -447,6 +447,8 @@ class Exchange(OfOneProcess):
             raise ConfigError(f"{op} on rank {self.world.rank}: its world is closed; make a new world and exchange")
         if self._poison is not None:
             raise copy.copy(self._poison)
+        if self.world.halt is not None:
+            raise copy.copy(self.world.halt)
         pending: Dispatched | PendingCombine | None = None
         if op.startswith("dispatch"):
             pending = self._pending_dispatch

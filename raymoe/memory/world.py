@@ -89,6 +89,8 @@ class World(OfOneProcess):
         self._board: Board | StoreBoard | None = None
         self._farewells = Farewells(self.waiter)
         self._poison: RaymoeError | None = None
+        self.halt: RaymoeError | None = None
+        """Why no exchange may run now (`raymoe.memory.missing_weights`). It is the same on all ranks."""
         self._closed, self._forked, self._pid = False, False, os.getpid()
         tell_of_forks(self)
         self.unclosed = DroppedObjects()

@@ -17,6 +17,12 @@ from raymoe.moe.grouped import grouped_swiglu as grouped_swiglu
 from raymoe.moe.layer import LayerForm as LayerForm
 from raymoe.moe.layer import MoELayer as MoELayer
 from raymoe.moe.layer import expert_parameters as expert_parameters
+from raymoe.moe.model_loads import load_weights as load_weights
+from raymoe.moe.model_loads import loading as loading
+from raymoe.moe.offered_weights import OfferedWeights as OfferedWeights
+from raymoe.moe.offered_weights import OpenedWeights as OpenedWeights
+from raymoe.moe.offered_weights import offer_weights as offer_weights
+from raymoe.moe.offered_weights import open_weights as open_weights
 from raymoe.moe.placement import Placement as Placement
 from raymoe.moe.placement import plan_placement as plan_placement
 from raymoe.moe.router import Router as Router

@@ -7,6 +7,7 @@ after the other's, and reads no other rows.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from math import inf
 from typing import Any
@@ -120,6 +121,11 @@ class Experts(OwnOfRank):
     saved_by_rank = False
     """Whether the program saves each rank's experts in a file of its own. Then `state_dict` gives them as plain tensors
     also where torch.distributed.checkpoint would take them for replicas."""
+    numbers: Sequence[int] = ()
+    """The numbers of its experts among those of all ranks, of `of` in all. A layer sets them."""
+    of = 0
+    epoch = 0
+    """How many loads there were (`MoELayer.load`)."""
     casts = False
     """Whether the weights are wider than the rows, and are cast to their dtype in each forward pass."""
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, Self, TypedDict, Unpack
 
@@ -23,6 +23,7 @@ from raymoe.moe.experts import shard
 from raymoe.moe.families import Parts, parts_of
 from raymoe.moe.layer_form import LayerForm as LayerForm
 from raymoe.moe.layer_form import Mlp, check_deterministic, draw_weights, dtype_of_weights, empty_parts
+from raymoe.moe.live_weights import Loading, WeightSource, load_into
 from raymoe.moe.router import Routed
 from raymoe.moe.row_counts import RowCounts
 from raymoe.moe.taken_over import watch_ddp
@@ -39,6 +40,17 @@ class BlockOptions(TypedDict, total=False):
     capacity: int | float | str
     backend: str
     sms: int | str
+
+
+class LoadOptions(TypedDict, total=False):
+    """The options of a load of weights."""
+
+    experts: Sequence[int] | None
+    """The numbers of the experts along dimension 0 of the experts' weights. None: all of all ranks, or this rank's."""
+    partial: bool
+    """Whether parameters and parts of them may be left out."""
+    cast: bool
+    """Whether weights of another dtype are rounded."""
 
 
 class MoELayer(nn.Module):
@@ -118,6 +130,9 @@ class MoELayer(nn.Module):
         self.experts.casts = self.rows_dtype is not None
         if made or not meta:
             self.to(world.device)
+        count = self.exchange.spec.local_experts(world.size)
+        self.experts.numbers = range(world.rank * count, (world.rank + 1) * count)
+        self.experts.of = self.exchange.spec.experts
         shard(self.experts, world)
         if not made and not meta:
             self.reset_parameters()
@@ -177,6 +192,30 @@ class MoELayer(nn.Module):
         modules: dict[str, Any] = self._modules
         parts = Parts(modules[self._router_name], self.experts, modules.get(self._shared_name), norm=self.norm)
         draw_weights(parts, self.seed, self.world.rank * self.exchange.spec.local_experts(self.world.size))
+
+    def load(self, weights: Mapping[str, torch.Tensor] | WeightSource, **options: Unpack[LoadOptions]) -> int:
+        """Give the layer new weights in the memory of the old, where captured graphs read them. All ranks call it.
+
+        `weights` has a tensor for each parameter, of this rank's experts or of all, or is what `open_weights` gives.
+        All ranks check before a byte changes. Steps before the call read old weights alone, steps after it new ones,
+        on all ranks. Returns the epoch of the weights, which counts loads. `raymoe.moe.load_weights` is for a model.
+
+        >>> with World.open(rank=0, size=1) as world:
+        ...     world.wire([world.descriptor()])
+        ...     layer = MoELayer(world, ExchangeSpec(tokens=4, hidden=8, experts=2, topk=1), LayerForm(ffn=16))
+        ...     layer.load({name: torch.zeros_like(each) for name, each in layer.named_parameters()})
+        1
+        """
+        return load_into(self, self.world, weights, **options)
+
+    def loading(self, *, partial: bool = False, cast: bool = False) -> Loading:
+        """Load weights in several pieces, which take effect together at the end of the `with`. All ranks call it.
+
+        with layer.loading() as weights:
+            weights.load(part, "experts.down_proj", experts=[4, 5], at=(0, 128))
+            ...
+        """
+        return Loading(self.world, self, partial=partial, cast=cast)
 
     def forward(self, x: torch.Tensor, *, recorded: torch.Tensor | None = None, return_routing: bool = False) -> Any:
         """Map x[..., H] to y[..., H]. A layer made from a block of gpt-oss returns its router's weights too.

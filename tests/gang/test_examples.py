@@ -43,6 +43,12 @@ EXAMPLES = {
         on_gpus=False,
     ),
     "ray_train.py": Example("python examples/ray_train.py", STEPS, on_ray=True),
+    "rollout_and_train.py": Example(
+        "python examples/rollout_and_train.py",
+        r"2 engines, 2 trainers on {device}: 122880 logits with the same bits, reward 0\.\d\d to [01]\.\d\d",
+        lines=1,
+        on_ray=True,
+    ),
     "train.py": Example(
         "torchrun --nproc-per-node 2 examples/train.py",
         r"2 ranks on {device} by ddp: steps 0 to 30, loss 5\.\d+ to [23]\.\d+, the unsharded run's to \de-\d+",

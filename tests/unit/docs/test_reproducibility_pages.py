@@ -1,4 +1,4 @@
-"""The code of docs/reproducibility.md and docs/balance.md runs, on two CPU ranks."""
+"""The code of docs/reproducibility.md, docs/weights.md and docs/balance.md runs, on two CPU ranks."""
 
 from __future__ import annotations
 
@@ -21,7 +21,8 @@ def run_in_a_process_group(world: World, page: str, store: str) -> tuple[list[st
 
 
 @pytest.mark.parametrize(
-    ("page", "defines", "prints"), [("reproducibility.md", "one_by_one", ""), ("balance.md", "later", "tensor([[")]
+    ("page", "defines", "prints"),
+    [("reproducibility.md", "one_by_one", ""), ("weights.md", "epoch", ""), ("balance.md", "later", "tensor([[")],
 )
 def test_the_blocks_run_on_two_cpu_ranks(pool: RankPool, tmp_path: Path, page: str, defines: str, prints: str) -> None:
     (names, first), (_, second) = pool.run(2, run_in_a_process_group, page, str(tmp_path / "store"))

@@ -18,6 +18,7 @@ ALL = [
     (errors.PeerTimeout("dispatch", epoch=7, peer=1, expected=7, seen=6, waited_s=2.0, rank=0), 5),
     (errors.WrongResult("m"), 6),
     (errors.DataRefused("m"), 7),
+    (errors.WeightsMissing("m"), 1),
     (errors.CannotWrite("m"), 8),
     (errors.Aborted("m"), 1),
     (errors.Stopped(2), 130),
