@@ -8,7 +8,7 @@ import weakref
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
-from types import CodeType, TracebackType
+from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self
 
 import torch
@@ -16,7 +16,7 @@ import torch
 from raymoe.errors import CaptureError, ConfigError, PeerTimeout, RaymoeError
 from raymoe.exchange.arguments import Arguments, capturing, refuse_overlap, refuse_tracing
 from raymoe.exchange.backend import HARMLESS_ERRORS, Backend, Dispatched, Ids, PendingCombine, SplitBackend, Tokens
-from raymoe.exchange.calls import Calls, one_at_a_time
+from raymoe.exchange.calls import Calls, leave_untraced, one_at_a_time
 from raymoe.exchange.choice import ExchangeRequest, choose, make_backend
 from raymoe.exchange.own_rows import own_rows
 from raymoe.exchange.slots import SlotExperts, SlotTable
@@ -158,9 +158,10 @@ class Exchange(OfOneProcess):
         without gradients need no zeros.
         """
         self._ready("dispatch")
-        tokens = self._over_slots(self._arguments.dispatch(x, topk_idx, topk_weights, num_tokens, zero_gaps))
+        named = self._arguments.dispatch(x, topk_idx, topk_weights, num_tokens, zero_gaps)
+        tokens = self._over_slots(named)
         got = self._marked(self._dispatch(self._backend.dispatch, tokens, out))
-        self._keep_if_captured(tokens, got)
+        self._keep_if_captured(named, tokens, got)
         return got
 
     @one_at_a_time
@@ -187,9 +188,10 @@ class Exchange(OfOneProcess):
         Until then the result holds nothing, and the caller must not change `x`, `topk_idx` or `topk_weights`.
         """
         backend = self._split_backend("dispatch_send")
-        tokens = self._over_slots(self._arguments.dispatch(x, topk_idx, topk_weights, num_tokens))
+        named = self._arguments.dispatch(x, topk_idx, topk_weights, num_tokens)
+        tokens = self._over_slots(named)
         self._pending_dispatch, self._tokens = self._dispatch(backend.dispatch_send, tokens, out), tokens
-        self._keep_if_captured(tokens, self._pending_dispatch)
+        self._keep_if_captured(named, tokens, self._pending_dispatch)
         return self._pending_dispatch
 
     @one_at_a_time
@@ -360,8 +362,8 @@ class Exchange(OfOneProcess):
         their dispatches had different ones. The caller moves the weights. `site` is the number of the only call site,
         such as a layer, that has this placement.
 
-        At first each expert has one slot, in ascending order. On GPUs the host waits for the current stream; graphs that
-        are replayed on it later read the new table.
+        At first each expert has one slot, in ascending order. On GPUs the host waits for the current stream, and graphs
+        that are replayed on it later read the new table.
 
         >>> from raymoe import Exchange, ExchangeSpec, World
         >>> world = World.open(rank=0, size=1)
@@ -533,22 +535,7 @@ class Exchange(OfOneProcess):
         return self._own[self._turn % len(self._own)]
 
 
-def _leave_untraced(code: CodeType) -> None:
-    """Keep torch.compile out of frames of this code and of the functions that they call.
-
-    `torch.compiler.disable` does the same, but its import takes a second and each call microseconds. These names are
-    private to torch. Where a version lacks them, a compiled caller must wrap the calls in `torch.compiler.disable`.
-    """
-    core: Any = torch._C  # torch's type stubs lack these names
-    try:
-        frames = core._dynamo.eval_frame
-        strategy = frames._FrameExecStrategy(frames._FrameAction.SKIP, frames._FrameAction.SKIP)
-        frames.set_code_exec_strategy(code, strategy)
-    except AttributeError:
-        return
-
-
-_leave_untraced(Exchange.dispatch.__code__)  # all guarded calls run this one code object
+leave_untraced(Exchange.dispatch.__code__)  # all guarded calls run this one code object
 
 
 class _Poisoning:
