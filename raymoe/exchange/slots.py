@@ -8,20 +8,24 @@ The table is one tensor on the device, int32[1 + E + 1 + R*S], whose address sta
 placed last:
 
 - the digest of the placement, 31 bits. Each rank's combine sends that of its dispatch, and all ranks compare it;
-- for each expert the first of its copies, and the number of all copies;
+- for each expert the number of copies before its own ones, then the number of all copies;
 - the slots of all copies, expert by expert, in ascending order.
 """
 
 from __future__ import annotations
 
 import zlib
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 import torch
 
 from raymoe.errors import ConfigError
 from raymoe.exchange.spec import ExchangeSpec
 from raymoe.memory.world import World
+
+if TYPE_CHECKING:
+    from raymoe.cuda.launcher import Launcher
+    from raymoe.exchange.slot_kernel import TakeSlots
 
 _LOW_32 = 2**32 - 1
 _TOKEN_FACTOR, _RANK_FACTOR, _FIRST_FACTOR, _SECOND_FACTOR = 0x9E3779B1, 0x85EBCA6B, 0x7FEB352D, 0x846CA68B
@@ -78,7 +82,8 @@ class SlotTable:
     [[1, 0], [1, 0], [1, 3], [5, -1]]
     """
 
-    def __init__(self, world: World, spec: ExchangeSpec) -> None:
+    def __init__(self, world: World, spec: ExchangeSpec, launcher: Launcher | None = None) -> None:
+        """`launcher` launches the kernel that reads the table. By default GPU ranks have one, and CPU ranks none."""
         assert spec.slots is not None
         self._experts, self._shape = spec.experts, (world.size, spec.slots)
         self._every, self._rank = world.size * spec.slots, world.rank
@@ -88,7 +93,14 @@ class SlotTable:
         self.words = torch.zeros(words, dtype=torch.int32, device=world.device)
         self.digest = self.words[:1]
         """int32[1] on the device."""
-        self._hashes = token_hash(world.rank, spec.tokens).to(world.device)
+        self._kernel: TakeSlots | None = None
+        if launcher is not None or world.device.type == "cuda":
+            from raymoe.exchange.nccl.nccl_kernels import SharedLauncher
+            from raymoe.exchange.slot_kernel import TakeSlots
+
+            self._kernel = TakeSlots(launcher or world.shared(SharedLauncher), spec, world.rank, self.words)
+        else:
+            self._hashes = token_hash(world.rank, spec.tokens)
         self.write(self.experts)
 
     def write(self, placed: object) -> None:
@@ -99,6 +111,8 @@ class SlotTable:
 
     def slots_of(self, topk_idx: torch.Tensor) -> torch.Tensor:
         """Return the slot of each id. -1 stays, and an id without an expert becomes one without a slot."""
+        if self._kernel is not None:
+            return self._kernel(topk_idx)
         ends, slots = self.words[1 : self._experts + 2].long(), self.words[self._experts + 2 :].long()
         beyond = self._every - self._experts
         ids = topk_idx.long().clamp(max=torch.iinfo(topk_idx.dtype).max - beyond)

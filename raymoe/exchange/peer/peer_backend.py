@@ -179,7 +179,9 @@ class PeerBackend:
     def mark(self, got: Dispatched, digest: torch.Tensor) -> None:
         """Copy the digest into the upper half of the number that the combine sends (`DispatchSummary`)."""
         address = got.saved(SavedMetadata).address + self._metadata.at["summary"] + _DIGEST_AT
-        self._launcher.copy(address, digest.data_ptr(), digest.nbytes, self.workspace.stream())
+        copy = Copies(self._launcher.copy, digest.data_ptr(), (address,), digest.nbytes)
+        copy.fields.tokens = 1
+        self.workspace.enqueue("dispatch", copy.sms, (copy,))
 
     def combine_gradients(
         self, rows: torch.Tensor, weights: torch.Tensor, got: Dispatched, out: torch.Tensor, out_weights: torch.Tensor
