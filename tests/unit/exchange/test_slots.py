@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 
 from raymoe.errors import ConfigError, DataRefused
 from raymoe.exchange import slots as slots_module
-from raymoe.exchange.backend import Tokens
+from raymoe.exchange.backend import Dispatched, Tokens
 from raymoe.exchange.exchange import Exchange
 from raymoe.exchange.slots import SlotTable, even_experts, token_hash
 from raymoe.exchange.spec import ExchangeSpec
@@ -89,17 +89,25 @@ def in_slots(sent: list[Batch], experts: torch.Tensor) -> list[Batch]:
 
 
 def run_step(exchange: Exchange, case: Case, step: int) -> Result:
-    spec, batch = case.spec, batches(case, step)[exchange.world.rank]
-    count: Any = torch.tensor([batch.num_tokens], dtype=torch.int32) if case.wide_topk_idx else batch.num_tokens
+    spec, world = case.spec, exchange.world
+    batch = batches(case, step)[world.rank].on(world.device)
+    count: Any = batch.num_tokens
+    if case.wide_topk_idx:
+        count = torch.tensor([count], dtype=torch.int32, device=world.device)
     got = exchange.dispatch(batch.x, batch.ids, batch.weights, count)
     x = expert_major(got)
-    local, there = standing(got)
-    expert = exchange.placement()[exchange.world.rank].long()[local].double()[:, None]
-    rows = torch.where(there[:, None], x.double() * (0.5 + expert / 8) + (expert - 2.25) / 4, torch.nan).to(x.dtype)
-    y = exchange.combine(rows, got, weighted=case.weighted)
+    y = exchange.combine(apply_placed(exchange, got, x), got, weighted=case.weighted)
     exchange.check()
     assert len(got.expert_counts) == spec.slots
     return result_of(got, x, y)
+
+
+def apply_placed(exchange: Exchange, got: Dispatched, x: torch.Tensor) -> torch.Tensor:
+    """Return the rows of the experts that this rank's slots hold. Other rows are NaN and must not change the result."""
+    local, there = standing(got)
+    held = exchange.placement()[exchange.world.rank].to(x.device)
+    expert = held.long()[local].double()[:, None]
+    return torch.where(there[:, None], x.double() * (0.5 + expert / 8) + (expert - 2.25) / 4, torch.nan).to(x.dtype)
 
 
 def run_placed(world: World, placed: PlacedCase) -> list[Any]:
