@@ -57,7 +57,7 @@ from raymoe.exchange.domains.rail_operation import publish_failures
 from raymoe.exchange.domains.rail_rows import RailRows
 from raymoe.exchange.domains.rail_sums import CombineStatus, RailSums
 from raymoe.exchange.peer.fused_chunks import RAIL_OP
-from raymoe.exchange.refusal import raise_first
+from raymoe.exchange.refusal import DIGEST_SHIFT, raise_first
 from raymoe.exchange.spec import ExchangeSpec
 from raymoe.fp8 import FP8, quantise
 from raymoe.memory.wait import named_by_world
@@ -225,6 +225,13 @@ class HierarchicalGpu:
         saved.used_on(stream, forward.site)
         self._rail_entries.passes.publish_with_ids(stream, saved.number, forward.site)
         return saved.inside
+
+    def mark(self, got: Dispatched, digest: torch.Tensor) -> None:
+        """Copy the digest into the upper half of the number that all ranks compare. Inside, nothing is marked."""
+        saved = got.saved(SavedInside)
+        with self._launcher.ordered("dispatch") as stream:
+            saved.used_on(stream, got.site)
+            saved.number[DIGEST_SHIFT // 32 :].copy_(digest)
 
     @torch.no_grad()
     def combine(self, rows: torch.Tensor, got: Dispatched, weighted: bool, out: torch.Tensor) -> None:

@@ -18,17 +18,19 @@ from raymoe.cuda.launcher import Copies
 from raymoe.cuda.params import Params
 from raymoe.errors import CaptureError, ConfigError
 from raymoe.exchange.backend import Dispatched, Ids, Tokens
+from raymoe.exchange.packed_refusal import PackedRefusal
 from raymoe.exchange.peer.build import Build, refuse
 from raymoe.exchange.peer.combine import CombineCall
-from raymoe.exchange.peer.dispatch import DispatchCall, RefusalRecord
+from raymoe.exchange.peer.dispatch import DispatchCall, DispatchSummary, RefusalRecord
 from raymoe.exchange.peer.kernel_result import KernelDispatched, Metadata, SavedMetadata
 from raymoe.exchange.peer.table import AnyStage, BackendKind, Stage
 from raymoe.exchange.peer.workspace import Workspace
-from raymoe.exchange.refusal import NO_REFUSAL, Refusal, judge_backward, judge_statuses
+from raymoe.exchange.refusal import DIGEST_SHIFT, NO_REFUSAL, Refusal, judge_backward, judge_statuses
 from raymoe.exchange.spec import ExchangeSpec
 from raymoe.memory.world import World
 
 _RECORD_WORDS = RefusalRecord.nbytes() // 8
+_DIGEST_AT = DispatchSummary.offsets()["refusal"] + PackedRefusal.offsets()["number"] + DIGEST_SHIFT // 8
 COMBINES, BACKWARD = 0, 1
 """Kinds of refused operations: combines, and dispatches in backward passes."""
 
@@ -173,6 +175,13 @@ class PeerBackend:
         keep_for_current_stream(metadata)
         saved = SavedMetadata(metadata, metadata.data_ptr(), self._metadata, self.workspace.stream())
         return KernelDispatched.over(rows, None, len(ids.topk_idx), saved, self)
+
+    def mark(self, got: Dispatched, digest: torch.Tensor) -> None:
+        """Copy the digest into the upper half of the number that the combine sends (`DispatchSummary`)."""
+        address = got.saved(SavedMetadata).address + self._metadata.at["summary"] + _DIGEST_AT
+        copy = Copies(self._launcher.copy, digest.data_ptr(), (address,), digest.nbytes)
+        copy.fields.tokens = 1
+        self.workspace.enqueue("dispatch", copy.sms, (copy,))
 
     def combine_gradients(
         self, rows: torch.Tensor, weights: torch.Tensor, got: Dispatched, out: torch.Tensor, out_weights: torch.Tensor

@@ -319,6 +319,29 @@ def test_a_replay_combines_the_dispatch_that_was_replayed_last(kind):
             assert y.isfinite().all()
 
 
+@pytest.mark.one_in(5)
+@pytest.mark.parametrize("kind", KINDS)
+def test_dispatches_by_different_placements_are_refused_and_the_next_step_works(kind):
+    spec = replace(spec_for(kind), experts=8, slots=4).over_slots(3)
+    case = Case(3, spec, "auto", ("uniform",) * 3, ragged=False)
+    with Emulator(3) as emulator:
+        owners = [backend(kind, space, spec, small) for space in workspaces(emulator, spec)]
+        for step, digests in enumerate(((7, 7, 7), (8, 7, 8), (9, 9, 9))):
+            gots = [_dispatched(each, batches(case, step)[each.world.rank]) for each in owners]
+            for each, got, digest in zip(owners, gots, digests, strict=True):
+                each.mark(got, each.place(torch.tensor([digest], dtype=torch.int32)))
+            ys = [_combined(each, got) for each, got in zip(owners, gots, strict=True)]
+            emulator.run(step)
+            for each, y in zip(owners, ys, strict=True):
+                if step == 1:
+                    with pytest.raises(DataRefused, match="rank 0 dispatched by placement 00000008 and rank 1 by plac"):
+                        each.check()
+                    assert y.isnan().all()
+                else:
+                    each.check()
+                    assert y.isfinite().all()
+
+
 # ---- peers that stop ------------------------------------------------------------------------------------------------
 
 
