@@ -51,8 +51,6 @@ FIGURES = {
     "dispatch-sms-h200x4": ("dispatch-sms", (Source("bench_sms_h200x4", "wtwj"),)),
     "dispatch-timeline-h200x2": ("dispatch-timeline", (Source("bench_trace_h200x2", "ziqr"),)),
     "combine-timeline-h200x2": ("combine-timeline", (Source("bench_trace_h200x2", "ziqr"),)),
-    "dispatch-timeline-h200x4": ("dispatch-timeline", (Source("bench_trace_h200x4", "cpvz"),)),
-    "combine-timeline-h200x4": ("combine-timeline", (Source("bench_trace_h200x4", "cpvz"),)),
     "layer-parts-h200": ("layer-parts", (Source("layer_h200", "nbla"),)),
     "rms_norm-sms-h100": ("bandwidth-rms_norm-sms", (Source("norm_sms_h100", "mast"),)),
     "rms_norm-stages-h100": ("bandwidth-rms_norm-stages", (Source("norm_sms_h100", "mast"),)),

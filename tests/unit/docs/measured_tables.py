@@ -330,9 +330,5 @@ TABLES = [
     as_fp8(ARCHIVE, "tokens as fp8, 4× H200", "bench_exchange_fp8_h200x4", "rzwe"),
     systems(ARCHIVE, "tokens by system, 4× H200", "bench_exchange_h200x4", "gxgs"),
     by_sms(ARCHIVE, "SMs, 4× H200", "bench_sms_h200x4", "wtwj"),
-    zipf(ARCHIVE, "tokens, zipf, 4× H200", "bench_zipf_h200x4", "trfp"),
-    overlap(ARCHIVE, "`sms`, 4× H200", "bench_overlap_h200x4", "lxyp"),
-    copies(ARCHIVE, "one pair of four at a time", "p2p_h200x4", "yapr", "pairs"),
     copies(ARCHIVE, "all four, each to three", "p2p_h200x4", "yapr", "all_to_all"),
-    timeline(ARCHIVE, "points of a dispatch, tokens, 4× H200", "bench_trace_h200x4", "cpvz"),
 ]
