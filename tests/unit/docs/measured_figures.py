@@ -48,7 +48,6 @@ FIGURES = {
     "dispatch-h200x4": ("dispatch", FOUR),
     "combine-h200x4": ("combine", FOUR),
     "dispatch-sms-h200x2": ("dispatch-sms", (Source("bench_sms_h200x2", "juoe"),)),
-    "dispatch-sms-h200x4": ("dispatch-sms", (Source("bench_sms_h200x4", "wtwj"),)),
     "dispatch-timeline-h200x2": ("dispatch-timeline", (Source("bench_trace_h200x2", "ziqr"),)),
     "combine-timeline-h200x2": ("combine-timeline", (Source("bench_trace_h200x2", "ziqr"),)),
     "layer-parts-h200": ("layer-parts", (Source("layer_h200", "nbla"),)),
