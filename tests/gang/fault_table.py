@@ -135,13 +135,17 @@ def lines_of(section: Section) -> dict[str, list[Line]]:
 
 
 def table(section: Section) -> str:
-    """Make the table of a section. Of several lines of a fault the slowest is shown. No lines, no table."""
-    rows = [HEAD, ["---"] * len(HEAD)]
-    for name, lines in lines_of(section).items():
-        if lines:
-            rows.append(_row(section.faults[name], max(lines, key=lambda line: line["seconds"])))
-    if len(rows) == 2:
+    """Make the table of a section. Of several lines of a fault the slowest is shown. No lines, no table.
+
+    A column that says for no fault when ranks ran again is left out.
+    """
+    slowest = {name: max(lines, key=lambda line: line["seconds"]) for name, lines in lines_of(section).items() if lines}
+    if not slowest:
         return ""
+    rows = [HEAD, ["---"] * len(HEAD)] + [_row(section.faults[name], line) for name, line in slowest.items()]
+    if all(line.get("recovered_seconds") is None for line in slowest.values()):
+        place = HEAD.index("runs again")
+        rows = [row[:place] + row[place + 1 :] for row in rows]
     return "\n".join(f"| {' | '.join(row)} |" for row in rows)
 
 

@@ -60,7 +60,7 @@ def lines_over_tokens() -> Cells:
 def one_after_the_other() -> Cells:
     """What a product and an operation take alone, and the share that they save side by side."""
     rows = []
-    for sms in ("32", "48", "64", "80", "96", "auto"):
+    for sms in ("32", "48", "64", "auto"):
         cells = [sms]
         for op in ("dispatch", "combine"):
             alone, product, both = (_beside(name, sms) for name in (op, "product", f"{op}+product"))
@@ -101,6 +101,8 @@ def over_a_slow_link() -> Cells:
 def hops() -> Cells:
     rows = []
     for line in json_lines("rail_one_gpu_h200.txt"):
+        if line["tokens"] != 4096:
+            continue
         for op in ("dispatch", "combine"):
             names = [f"inside: {op}", f"without network: {op}", f"network: {op}", op]
             names += [f"{op} in {chunks}" for chunks in (2, 4, 8)]
