@@ -1,14 +1,11 @@
-"""Allow one call at a time into the exchanges that share a workspace or a world, and leave calls untraced."""
+"""Allow one call at a time into the exchanges that share a workspace or a world."""
 
 from __future__ import annotations
 
 import functools
 import threading
 from collections.abc import Callable
-from types import CodeType
 from typing import Any, Concatenate, ParamSpec, TypeVar
-
-import torch
 
 from raymoe.errors import ConfigError
 
@@ -65,18 +62,3 @@ def one_at_a_time(method: Callable[Concatenate[Any, P], T]) -> Callable[Concaten
     guarded._torchdynamo_disable = True  # type: ignore[attr-defined]
     guarded._torchdynamo_disable_msg = f"{op} of an exchange cannot be traced"  # type: ignore[attr-defined]
     return guarded
-
-
-def leave_untraced(code: CodeType) -> None:
-    """Keep torch.compile out of frames of this code and of the functions that they call.
-
-    `torch.compiler.disable` does the same, but its import takes a second and each call microseconds. These names are
-    private to torch. Where a version lacks them, a compiled caller must wrap the calls in `torch.compiler.disable`.
-    """
-    core: Any = torch._C  # torch's type stubs lack these names
-    try:
-        frames = core._dynamo.eval_frame
-        strategy = frames._FrameExecStrategy(frames._FrameAction.SKIP, frames._FrameAction.SKIP)
-        frames.set_code_exec_strategy(code, strategy)
-    except AttributeError:
-        return

@@ -137,9 +137,7 @@ class MoELayer(nn.Module):
         self.experts.casts = self.rows_dtype is not None
         if made or not meta:
             self.to(world.device)
-        count = self.exchange.spec.local_experts(world.size)
-        self.experts.numbers = range(world.rank * count, (world.rank + 1) * count)
-        self.experts.of = self.exchange.spec.experts
+        self.experts.numbers, self.experts.of = self._held(), spec.experts
         shard(self.experts, world)
         if slots:
             self._write_placement(self.exchange.placement())
@@ -222,6 +220,7 @@ class MoELayer(nn.Module):
         self.exchange.place(placement, site=self.number)
         held = self.exchange.placement(self.number)[self.world.rank]
         self.row_counts.write_experts(held)
+        self.experts.numbers = held.tolist()
 
     def _held(self) -> list[int]:
         """Return the expert of each place of this rank; -1: its slot is empty."""
