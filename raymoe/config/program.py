@@ -35,7 +35,7 @@ class ProgramSection(Section):
 
     @property
     def called(self) -> str:
-        """What the job is called after: the file or the module."""
+        """The file or the module, after which the job is called."""
         return self.module or self.file or ""
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import textwrap
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -49,12 +50,12 @@ The keys of a file for `raymoe submit JOB`, which [submit.md](submit.md) explain
 def reference() -> str:
     """Write the page, in Markdown."""
     config, job = job_schema(), submission_schema()
-    parts = [_TOP, "## Top level\n", _table(config, config["properties"])]
+    parts = [_TOP, "## Top level\n", _list(config, config["properties"])]
     for name, section in _sections(config, config["properties"]):
-        parts += [f"## {name}\n", _opening(section, _of_workload(name)), _table(config, section["properties"], name)]
-    parts += [_JOBS, _table(job, job["properties"])]
+        parts += [f"## {name}\n", _opening(section, _of_workload(name)), _list(config, section["properties"], name)]
+    parts += [_JOBS, _list(job, job["properties"])]
     for name, section in _sections(job, job["properties"]):
-        parts += [f"### {name}\n", _opening(section), _table(job, section["properties"], name)]
+        parts += [f"### {name}\n", _opening(section), _list(job, section["properties"], name)]
     return "\n".join(parts)
 
 
@@ -90,13 +91,25 @@ def _of_workload(name: str) -> str:
     return ""
 
 
-def _table(schema: Schema, properties: Schema, prefix: str = "") -> str:
-    lines = ["| key | type | default | meaning |", "| --- | --- | --- | --- |"]
-    for key in _keys(schema, properties, prefix):
-        meaning = f"{key.meaning} Example: {key.example}." if key.needs_example else key.meaning
-        cells = (f"`{key.name}`", key.kind, key.default, meaning)
-        lines.append("| " + " | ".join(map(_cell, cells)) + " |")
-    return "\n".join(lines) + "\n"
+def _list(schema: Schema, properties: Schema, prefix: str = "") -> str:
+    return "".join(f"{_item(key)}\n" for key in _keys(schema, properties, prefix))
+
+
+def _item(key: Key) -> str:
+    """Write a key as an item of a list.
+
+    >>> print(_item(Key("world.ranks", "integer", "`4`", "`ranks: 8`", "The number of ranks.")))
+    * `world.ranks` (integer, default `4`): The number of ranks.
+    """
+    kind = f"{key.kind}, {key.default}" if key.default == "required" else key.kind
+    if key.default and key.default != "required":
+        kind += f", default {key.default}"
+    example = f" Example: {key.example}." if key.needs_example else ""
+    text = f"* `{key.name}` ({kind}): {' '.join(key.meaning.split())}{example}"
+    return textwrap.fill(text, WIDTH, subsequent_indent="  ", break_long_words=False, break_on_hyphens=False)
+
+
+WIDTH = 120
 
 
 @dataclass(frozen=True)
@@ -127,7 +140,7 @@ def _keys(schema: Schema, properties: Schema, prefix: str = "") -> Iterator[Key]
         dotted = f"{prefix}.{name}" if prefix else name
         section = _section(schema, value)
         if section is not None and not prefix:
-            continue  # it has a table of its own
+            continue  # it has a list of its own
         default = "required" if dotted in REQUIRED else "" if section else _default(value)
         yield Key(dotted, _type(value), default, _example(name, value), _meaning(dotted, value))
         if section is not None:
@@ -135,15 +148,6 @@ def _keys(schema: Schema, properties: Schema, prefix: str = "") -> Iterator[Key]
 
 
 REQUIRED = ("workload",)
-
-
-def _cell(text: str) -> str:
-    """Write text so that it stays in one cell of a table.
-
-    >>> _cell("a | b\\n  c")
-    'a \\\\| b c'
-    """
-    return " ".join(text.split()).replace("|", "\\|")
 
 
 def _meaning(dotted: str, value: Schema) -> str:

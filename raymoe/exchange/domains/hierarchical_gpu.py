@@ -1,9 +1,9 @@
 """Dispatch and combine between GPU ranks in several domains: over the rail first, then inside the domain.
 
 `hierarchical.py` explains the idea, for CPU ranks. Here all work is on the device and on one stream, and the host reads
-nothing. So a CUDA graph holds an operation if it can hold that of the exchange inside the domain, which is one of the
-backends `fused`, `staged` and `allgather`, with N*T tokens a rank (`domain_shape.py`). Between the rail and that
-exchange are five small kernels (`rail_entries.py`, `rail_sums.py`).
+nothing. So a CUDA graph can hold an operation. The exchange inside the domain is one of the backends `fused`, `staged`
+and `allgather`, with N*T tokens a rank (`domain_shape.py`). Between the rail and that exchange are five small kernels
+(`rail_entries.py`, `rail_sums.py`).
 
 Dispatch: gather ids and weights over the rail, rewrite the ids, gather rows, dispatch inside. Many rows cross in chunks
 of tokens, and the dispatch inside waits for each chunk by itself (`rail_rows.py`). Each expert has N ids inside, one

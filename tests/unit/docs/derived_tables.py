@@ -9,7 +9,6 @@ from dataclasses import dataclass
 
 import numpy
 
-from raymoe.transport.choice import BUILT_IN
 from tests.unit.docs.measured_tables import DOCS
 from tests.unit.docs.raw_lines import BENCHMARKS, Column, date_of
 
@@ -73,24 +72,6 @@ def one_after_the_other() -> Cells:
 def _beside(op: str, sms: str) -> float:
     keys = {"backend": "fused", "case form": "whole", "op": op, "beside": None, "case sms": sms}
     return Column(BESIDE, "wiii", keys).value({})
-
-
-def copy_engine_from() -> Cells:
-    """The sizes from which the copy engine is taken: in the code, and by the tuned table of a file."""
-    rows = []
-    for pattern in ("pairs", "all_to_all"):
-        for protocol in ("put", "get"):
-            built_in = min(
-                rule.from_bytes
-                for rule in BUILT_IN.rules
-                if (rule.pattern, rule.protocol, rule.transport) == (pattern, protocol, "copy_engine")
-            )
-            tuned = re.search(
-                rf"^{pattern} {protocol}: tma, copy_engine from (\d+)MiB", text_of("tune_h200x4.txt"), re.M
-            )
-            assert tuned
-            rows.append([f"{pattern}, {protocol}", f"{built_in >> 20} MiB", f"{tuned[1]} MiB"])
-    return rows
 
 
 def over_a_slow_link() -> Cells:
@@ -172,7 +153,6 @@ def eager_runs() -> Cells:
 DERIVED = [
     Derived("evidence/scaling.md", "two H200, µs", lines_over_tokens),
     Derived("evidence/overlap.md", "`sms`", one_after_the_other),
-    Derived("evidence/links.md", "copy engine from", copy_engine_from),
     Derived("evidence/domains.md", "top-k", over_a_slow_link),
     Derived("evidence/domains.md", "domains, tokens, operation", hops),
     Derived("evidence/layer.md", "H200, ranks", beside_transformers),

@@ -317,7 +317,6 @@ TABLES = [
     ),
     # The archive.
     performance(ARCHIVE, "tokens, 4× H200", "bench_exchange_h200x4", "unnt"),
-    as_fp8(ARCHIVE, "tokens as fp8, 4× H200", "bench_exchange_fp8_h200x4", "rzwe"),
     systems(ARCHIVE, "tokens by system, 4× H200", "bench_exchange_h200x4", "gxgs"),
     copies(ARCHIVE, "all four, each to three", "p2p_h200x4", "yapr", "all_to_all"),
 ]

@@ -22,16 +22,16 @@ from tests.python_path import REPOSITORY
 
 PAGE = REPOSITORY / "docs" / "configuration.md"
 MAPPINGS = ("exchange.wire", "exchange.net", "layer.router")
-"""Keys that hold a mapping inside a section. They have a row beside those of their keys."""
+"""Keys that hold a mapping inside a section. They have an item beside those of their keys."""
 CONFIGS, JOBS = reference().split("\n## Jobs\n")
 CONFIG_KEYS = {key.name: key for key in keys(job_schema())}
 JOB_KEYS = {key.name: key for key in keys(submission_schema())}
 
 
-def rows(part: str) -> dict[str, list[str]]:
-    """Return the cells of the page's tables by key: type, default, meaning."""
-    tables = [re.split(r"(?<!\\) \| ", line[2:-2]) for line in part.splitlines() if line.startswith("| `")]
-    return {key.strip("`"): [cell.strip().replace("\\|", "|") for cell in cells] for key, *cells in tables}
+def items(part: str) -> dict[str, str]:
+    """Return the items of the page's lists by key, each on one line."""
+    found = re.findall(r"^\* `([\w.]+)` (\(.*?)(?=^\*|^#|^$|\Z)", part, re.MULTILINE | re.DOTALL)
+    return {key: " ".join(text.split()) for key, text in found}
 
 
 def test_the_page_is_the_output_of_the_command(capsys: pytest.CaptureFixture[str]) -> None:
@@ -41,18 +41,18 @@ def test_the_page_is_the_output_of_the_command(capsys: pytest.CaptureFixture[str
     assert cli.main(["schema", "--markdown", "--job"]) == 2
 
 
-def test_every_key_has_a_row_with_type_example_and_meaning() -> None:
+def test_every_key_has_an_item_with_type_example_and_meaning() -> None:
     assert set(leaves(key_tree())) | {"defaults", *MAPPINGS} == set(CONFIG_KEYS)
     assert set(leaves(key_tree(Submission))) == set(JOB_KEYS)
     for part, of_part in ((CONFIGS, CONFIG_KEYS), (JOBS, JOB_KEYS)):
-        shown = rows(part)
+        shown = items(part)
         assert set(shown) == set(of_part)
-        for key, (kind, default, meaning) in shown.items():
-            declared, said = of_part[key], " ".join(of_part[key].meaning.split())
-            assert (kind, default) == (declared.kind, declared.default)
-            assert kind and declared.example and meaning.startswith(said)
-            assert meaning.endswith(f"Example: {declared.example}.") == declared.needs_example
-            assert said.endswith((".", ")")) and len(meaning) > 15, f"{key}: {meaning}"
+        for name, text in shown.items():
+            key, meaning = of_part[name], " ".join(of_part[name].meaning.split())
+            assert key.kind and key.example and text.startswith(f"({key.kind}")
+            assert (f", default {key.default}): " in text) == (key.default not in ("", "required"))
+            assert f"): {meaning}" in text and text.endswith(f"Example: {key.example}.") == key.needs_example
+            assert meaning.endswith((".", ")")) and len(meaning) > 15, f"{name}: {meaning}"
 
 
 def example(key: Key) -> Any:
