@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from raymoe.cuda.current import capturing
 from raymoe.errors import CaptureError, ConfigError, RaymoeError, WeightsMissing
 from raymoe.memory.missing_weights import MissingWeights
+from raymoe.memory.sleeping import SleepingMemory
 from raymoe.memory.world import World
 from raymoe.moe.experts import Experts, local
 
@@ -234,6 +235,10 @@ class Loading:
         if self._began != (epochs := _epochs(self._model)):
             raise ConfigError(
                 f"weights {self._began} were loaded anew, now {epochs}, while these were; load them again"
+            )
+        if self._world.shared(SleepingMemory).asleep:
+            raise ConfigError(
+                f"weights were to be loaded on rank {self._world.rank}, which sleeps; call world.wake before"
             )
         if self._partial:
             return
