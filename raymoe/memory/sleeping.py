@@ -66,6 +66,11 @@ class SleepingMemory:
         """Refuse to sleep while this object has an operation in flight."""
         self._busy.add(busy)
 
+    @property
+    def in_flight(self) -> str | None:
+        """An operation that has begun on the host of this rank and not ended; None if there is none."""
+        return next((operation for busy in list(self._busy) if (operation := busy.in_flight) is not None), None)
+
     def sleep(self, copy: bool) -> SleepTimes:
         """Give the memory back on all ranks, or on none."""
         world = self._of_world()
@@ -131,9 +136,8 @@ class SleepingMemory:
             return CaptureError("sleep was called inside a capture; call it between replays")
         if self.asleep:
             return ConfigError(f"sleep on rank {rank}: it sleeps already")
-        for busy in list(self._busy):
-            if (operation := busy.in_flight) is not None:
-                return ConfigError(f"sleep on rank {rank} while {operation} is in flight; let it end first")
+        if (operation := self.in_flight) is not None:
+            return ConfigError(f"sleep on rank {rank} while {operation} is in flight; let it end first")
         if not self._live():
             return ConfigError(f"sleep on rank {rank}: no weights can sleep; call raymoe.moe.let_sleep(model) before")
         return None

@@ -236,9 +236,12 @@ class Loading:
             raise ConfigError(
                 f"weights {self._began} were loaded anew, now {epochs}, while these were; load them again"
             )
-        if self._world.shared(SleepingMemory).asleep:
+        rank, memory = self._world.rank, self._world.shared(SleepingMemory)
+        if memory.asleep:
+            raise ConfigError(f"weights were to be loaded on rank {rank}, which sleeps; call world.wake before")
+        if (operation := memory.in_flight) is not None:
             raise ConfigError(
-                f"weights were to be loaded on rank {self._world.rank}, which sleeps; call world.wake before"
+                f"weights were to be loaded on rank {rank} while {operation} is in flight; let it end first"
             )
         if self._partial:
             return

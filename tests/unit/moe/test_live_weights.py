@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from raymoe.errors import ConfigError, RaymoeError, WeightsMissing
+from raymoe.errors import ConfigError, RaymoeError, WeightsMissing, WiringError
 from raymoe.exchange.spec import ExchangeSpec
 from raymoe.memory.world import World
 from raymoe.moe import LayerForm, MoELayer, RouterForm, load_weights, loading, offer_weights, open_weights
@@ -216,6 +216,15 @@ def test_float32_weights_are_cast_anew_after_a_load(world: World) -> None:
     layer(rows().bfloat16())
     layer.load(weights_of(other))
     assert_same_bits(layer(rows().bfloat16()), other(rows().bfloat16()))
+
+
+def test_a_load_in_the_middle_of_a_step_is_refused(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    layer, new = layer_of(world, 1), weights_of(layer_of(world, 2))
+    before = weights_of(layer)
+    monkeypatch.setattr(type(layer.exchange), "in_flight", "dispatch_send")  # of GPU ranks alone
+    with pytest.raises(ConfigError, match="while dispatch_send is in flight; let it end first"):
+        layer.load(new)
+    assert_has(layer, before)
 
 
 def test_a_backward_pass_over_old_and_new_weights_is_refused(world: World) -> None:
@@ -466,5 +475,7 @@ def test_offers_are_those_of_all_ranks_in_order(world: World) -> None:
         ):
             with pytest.raises(ConfigError, match=says):
                 open_weights(world, wrong)
+    with pytest.raises(WiringError):  # after its close nobody can map an offer
+        open_weights(world, [good])
     with pytest.raises(ConfigError, match="readers is 0"):
         offer_weights(layer_of(world, 2), readers=0)
