@@ -426,6 +426,50 @@ def test_an_engine_loads_what_a_trainer_with_other_ranks_offers(trainers: int, e
         close(serve)
 
 
+def world_of_some(outer: World, ranks: range, name: str) -> World | None:
+    """Make a world of some of the processes."""
+    world = World.open(ranks.index(outer.rank), len(ranks), name=name, timeout_s=20.0) if outer.rank in ranks else None
+    theirs: list[Any] = outer.swap(world and world.descriptor(), f"descriptors of {name}")
+    if world is not None:
+        world.wire([theirs[rank] for rank in ranks])
+    return world
+
+
+def train_or_serve(outer: World, seeds: list[int]) -> list[dict[str, Tensor]]:
+    """Process 0 trains, the two others serve. Return what those have loaded."""
+    train, serve = world_of_some(outer, range(1), "train"), world_of_some(outer, range(1, 3), "serve")
+    own = train or serve
+    assert own is not None
+    with own:
+        layer, loaded = layer_of(own, 1), []
+        offered = offer_weights(layer, readers=2) if train is not None else None
+        offer: Any = outer.swap(offered and offered.descriptor(), "offer")[0]
+        opened = open_weights(own, [offer]) if serve is not None else None
+        for seed in seeds:
+            if offered is not None:
+                layer.load(weights_of(layer_of(own, seed)))
+                offered.publish()
+            outer.barrier("published")
+            if opened is not None:
+                layer.load(opened)
+                loaded.append(weights_of(layer))
+        if opened is not None:
+            opened.close()
+        if offered is not None:
+            offered.close()
+    return loaded
+
+
+def test_offers_cross_processes(pool: RankPool) -> None:
+    seeds = [2, 3]
+    _, *engines = pool.run(3, train_or_serve, seeds)
+    for rank, loads in enumerate(engines):
+        for seed, loaded in zip(seeds, loads, strict=True):
+            for name, tensor in whole_weights(seed).items():
+                own = slice(rank * E // 2, (rank + 1) * E // 2)
+                assert_same_bits(loaded[name], tensor[own] if name.startswith("experts.") else tensor)
+
+
 def test_weights_of_two_publications_are_not_mixed(world: World) -> None:
     train = wired(2, "train")
     try:
