@@ -23,6 +23,7 @@ from raymoe.exchange.slots import SlotExperts, SlotTable
 from raymoe.exchange.spec import ExchangeSpec
 from raymoe.fp8 import FP8
 from raymoe.memory.one_process import OfOneProcess
+from raymoe.memory.sleeping import SleepingMemory
 from raymoe.memory.world import World
 
 if TYPE_CHECKING:
@@ -113,6 +114,7 @@ class Exchange(OfOneProcess):
         """Its number in this process, by which torch's custom operators name it."""
         _EXCHANGES[self.handle] = self
         self._numbers = None if spec.dispatch_wire == FP8 else self._operator_numbers()
+        world.shared(SleepingMemory).watch(self)
         self.calls_made = _call_marks(world.device)
         """int32[1] that compiled functions change at each call, so that no compiler drops one."""
 
@@ -132,6 +134,17 @@ class Exchange(OfOneProcess):
     def closed(self) -> bool:
         """Whether `close` was called."""
         return self._closed
+
+    @property
+    def in_flight(self) -> str | None:
+        """The operation that has begun on the host and not ended; None if there is none."""
+        if self._closed:
+            return None
+        if self._calls.lock.locked():
+            return self._calls.current[1]
+        if self._pending_dispatch is not None:
+            return "dispatch_send"
+        return None if self._pending_combine is None else "combine_send"
 
     @property
     def sms(self) -> int | None:

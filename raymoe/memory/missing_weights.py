@@ -37,15 +37,15 @@ class MissingWeights:
     def __init__(self, world: Halting) -> None:
         self._world = weakref.ref(world)
         self._names: dict[int, str] = {}
-        self._why = ""
+        self._why = self._advice = ""
 
     def __contains__(self, address: int) -> bool:
         return address in self._names
 
-    def add(self, names: Mapping[int, str], why: str) -> None:
+    def add(self, names: Mapping[int, str], why: str, advice: str = "load them") -> None:
         """Refuse steps until these have values again."""
         self._names |= names
-        self._why = why
+        self._why, self._advice = why, advice
         self._tell()
 
     def remove(self, addresses: Iterable[int]) -> None:
@@ -69,5 +69,5 @@ class MissingWeights:
         error = WeightsMissing(
             f"rank {world.rank} has no values of {', '.join(names[:_NAMED])}{more}, because {self._why}"
         )
-        error.advice = "load them"
+        error.advice = self._advice
         world.halt = error

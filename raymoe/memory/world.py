@@ -48,6 +48,7 @@ from raymoe.memory.member import (
 )
 from raymoe.memory.one_process import OfOneProcess, tell_of_forks
 from raymoe.memory.process_group import Ranks
+from raymoe.memory.sleeping import Sleeper
 from raymoe.memory.wait import Waiter, named_by_world
 from raymoe.memory.wiring import Gathering, act_together, prove, wire_group
 
@@ -62,7 +63,7 @@ CLOSING_S = 2.0
 S = TypeVar("S", bound=Shared)
 
 
-class World(OfOneProcess):
+class World(OfOneProcess, Sleeper):
     """Ranks that live and die together. All ranks call the collective methods in one order.
 
     - `World.of(group)` makes one from a torch.distributed process group: torchrun, Ray Train and the like.

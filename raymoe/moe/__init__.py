@@ -18,6 +18,7 @@ from raymoe.moe.grouped import grouped_swiglu as grouped_swiglu
 from raymoe.moe.layer import LayerForm as LayerForm
 from raymoe.moe.layer import MoELayer as MoELayer
 from raymoe.moe.layer import expert_parameters as expert_parameters
+from raymoe.moe.let_sleep import let_sleep as let_sleep
 from raymoe.moe.model_loads import load_weights as load_weights
 from raymoe.moe.model_loads import loading as loading
 from raymoe.moe.offered_weights import OfferedWeights as OfferedWeights

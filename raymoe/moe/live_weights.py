@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from raymoe.cuda.current import capturing
 from raymoe.errors import CaptureError, ConfigError, RaymoeError, WeightsMissing
 from raymoe.memory.missing_weights import MissingWeights
+from raymoe.memory.sleeping import SleepingMemory
 from raymoe.memory.world import World
 from raymoe.moe.experts import Experts, local
 
@@ -252,6 +253,13 @@ class Loading:
             name: target.experts for name, target in self._targets.items()
         }:
             raise ConfigError("experts moved to other slots while weights were loaded; load them again")
+        rank, memory = self._world.rank, self._world.shared(SleepingMemory)
+        if memory.asleep:
+            raise ConfigError(f"weights were to be loaded on rank {rank}, which sleeps; call world.wake before")
+        if (operation := memory.in_flight) is not None:
+            raise ConfigError(
+                f"weights were to be loaded on rank {rank} while {operation} is in flight; let it end first"
+            )
         if self._partial:
             return
         missing = []

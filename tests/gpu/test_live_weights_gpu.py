@@ -1,4 +1,4 @@
-"""New weights under captured graphs, and from the ranks of another world by CUDA IPC, on GPU ranks."""
+"""New weights under captured graphs, from another world by CUDA IPC, and weights that sleep, on GPU ranks."""
 
 from __future__ import annotations
 
@@ -6,12 +6,14 @@ from typing import Any
 
 import pytest
 
+from raymoe.errors import WeightsMissing
+
 torch = pytest.importorskip("torch")
 
 from raymoe.exchange.choice import FUSED_CAPABILITY  # noqa: E402
 from raymoe.exchange.spec import ExchangeSpec  # noqa: E402
 from raymoe.memory.world import World  # noqa: E402
-from raymoe.moe import LayerForm, MoELayer, offer_weights, open_weights  # noqa: E402
+from raymoe.moe import LayerForm, MoELayer, let_sleep, offer_weights, open_weights  # noqa: E402
 from tests.gpu.ranks import GPUS, NEEDS_GPU, RANKS, GpuRanks  # noqa: E402
 from tests.unit.moe.bits import same_bits  # noqa: E402
 
@@ -124,3 +126,38 @@ def load_from_another_world(outer: World) -> bool:
 def test_an_engine_loads_what_a_trainer_offers_by_cuda_ipc(ranks: GpuRanks) -> None:
     size = min(RANKS, 4)
     assert ranks.run(size, load_from_another_world) == [True] * size
+
+
+def sleep_under_a_graph(world: World) -> list[bool]:
+    layer, other = (layer_of(world, seed, 64 * world.size) for seed in (1, 2))
+    x = drawn(world.rank, world.device)
+    with torch.no_grad():
+        old, new = layer(x), other(x)
+    nbytes = let_sleep(layer)
+    captured = CapturedLayer(layer, x)
+    checks = [same_bits(captured.replay(), old)]
+    world.barrier("measured one after the other")
+    before = torch.cuda.mem_get_info(world.device)[0]
+    world.barrier("awake")
+    times = world.sleep()
+    freed = torch.cuda.mem_get_info(world.device)[0] - before
+    checks += [times.nbytes == nbytes, freed >= nbytes, 0 < times.pinning_s <= times.seconds]
+    world.barrier("asleep")
+    with pytest.raises(WeightsMissing, match="they sleep"), torch.no_grad():
+        layer(x)
+    world.wake()
+    checks.append(same_bits(captured.replay(), old))
+    again = world.sleep()
+    checks.append(again.pinning_s < 0.01)
+    world.wake("empty")
+    layer.load({name: each.detach() for name, each in other.named_parameters()})
+    checks.append(same_bits(captured.replay(), new))
+    with torch.no_grad():
+        checks.append(same_bits(layer(x), new))
+    layer.exchange.check()
+    return checks
+
+
+def test_a_graph_is_replayed_after_its_weights_slept(ranks: GpuRanks) -> None:
+    size = min(RANKS, 4)
+    assert ranks.run(size, sleep_under_a_graph) == [[True] * 8] * size

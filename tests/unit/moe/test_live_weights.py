@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from raymoe.errors import ConfigError, RaymoeError, WeightsMissing
+from raymoe.errors import ConfigError, RaymoeError, WeightsMissing, WiringError
 from raymoe.exchange.spec import ExchangeSpec
 from raymoe.memory.world import World
 from raymoe.moe import LayerForm, MoELayer, RouterForm, load_weights, loading, offer_weights, open_weights
@@ -216,6 +216,15 @@ def test_float32_weights_are_cast_anew_after_a_load(world: World) -> None:
     layer(rows().bfloat16())
     layer.load(weights_of(other))
     assert_same_bits(layer(rows().bfloat16()), other(rows().bfloat16()))
+
+
+def test_a_load_in_the_middle_of_a_step_is_refused(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    layer, new = layer_of(world, 1), weights_of(layer_of(world, 2))
+    before = weights_of(layer)
+    monkeypatch.setattr(type(layer.exchange), "in_flight", "dispatch_send")  # of GPU ranks alone
+    with pytest.raises(ConfigError, match="while dispatch_send is in flight; let it end first"):
+        layer.load(new)
+    assert_has(layer, before)
 
 
 def test_a_backward_pass_over_old_and_new_weights_is_refused(world: World) -> None:
@@ -489,6 +498,50 @@ def test_a_placement_in_the_middle_of_a_load_is_refused() -> None:
         close(worlds)
 
 
+def world_of_some(outer: World, ranks: range, name: str) -> World | None:
+    """Make a world of some of the processes."""
+    world = World.open(ranks.index(outer.rank), len(ranks), name=name, timeout_s=20.0) if outer.rank in ranks else None
+    theirs: list[Any] = outer.swap(world and world.descriptor(), f"descriptors of {name}")
+    if world is not None:
+        world.wire([theirs[rank] for rank in ranks])
+    return world
+
+
+def train_or_serve(outer: World, seeds: list[int]) -> list[dict[str, Tensor]]:
+    """Process 0 trains, the two others serve. Return what those have loaded."""
+    train, serve = world_of_some(outer, range(1), "train"), world_of_some(outer, range(1, 3), "serve")
+    own = train or serve
+    assert own is not None
+    with own:
+        layer, loaded = layer_of(own, 1), []
+        offered = offer_weights(layer, readers=2) if train is not None else None
+        offer: Any = outer.swap(offered and offered.descriptor(), "offer")[0]
+        opened = open_weights(own, [offer]) if serve is not None else None
+        for seed in seeds:
+            if offered is not None:
+                layer.load(weights_of(layer_of(own, seed)))
+                offered.publish()
+            outer.barrier("published")
+            if opened is not None:
+                layer.load(opened)
+                loaded.append(weights_of(layer))
+        if opened is not None:
+            opened.close()
+        if offered is not None:
+            offered.close()
+    return loaded
+
+
+def test_offers_cross_processes(pool: RankPool) -> None:
+    seeds = [2, 3]
+    _, *engines = pool.run(3, train_or_serve, seeds)
+    for rank, loads in enumerate(engines):
+        for seed, loaded in zip(seeds, loads, strict=True):
+            for name, tensor in whole_weights(seed).items():
+                own = slice(rank * E // 2, (rank + 1) * E // 2)
+                assert_same_bits(loaded[name], tensor[own] if name.startswith("experts.") else tensor)
+
+
 def test_weights_of_two_publications_are_not_mixed(world: World) -> None:
     train = wired(2, "train")
     try:
@@ -538,5 +591,7 @@ def test_offers_are_those_of_all_ranks_in_order(world: World) -> None:
         ):
             with pytest.raises(ConfigError, match=says):
                 open_weights(world, wrong)
+    with pytest.raises(WiringError):  # after its close nobody can map an offer
+        open_weights(world, [good])
     with pytest.raises(ConfigError, match="readers is 0"):
         offer_weights(layer_of(world, 2), readers=0)
