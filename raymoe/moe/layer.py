@@ -20,7 +20,7 @@ from raymoe.memory.world import World
 from raymoe.moe.beside import SideStream
 from raymoe.moe.by_row import in_tiles
 from raymoe.moe.differentiable import combine, dispatch, expert_major
-from raymoe.moe.experts import local, shard
+from raymoe.moe.experts import shard
 from raymoe.moe.families import Parts, parts_of
 from raymoe.moe.layer_form import LayerForm as LayerForm
 from raymoe.moe.layer_form import Mlp, check_deterministic, draw_weights, dtype_of_weights, empty_parts
@@ -197,10 +197,8 @@ class MoELayer(nn.Module):
         self._write_placement(placement)
         after = self.exchange.placement(self.number)
         for parameter in self.experts.parameters():
-            part = local(parameter.detach())
-            assert part is not None
-            if part.device.type != "meta":
-                move_slots(self.world, part, before, after)
+            if parameter.device.type != "meta":
+                move_slots(self.world, parameter.detach(), before, after)
             parameter.grad = None
 
     def _write_placement(self, placement: SlotExperts | torch.Tensor) -> None:

@@ -6,6 +6,7 @@ import re
 import zlib
 from dataclasses import dataclass, replace
 from functools import partial
+from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
@@ -22,7 +23,7 @@ from raymoe.exchange.exchange import Exchange
 from raymoe.exchange.slots import SlotTable, even_experts, token_hash
 from raymoe.exchange.spec import ExchangeSpec
 from raymoe.memory.world import World
-from raymoe.moe import Placement, differentiable
+from raymoe.moe import Placement, differentiable, plan_placement
 from raymoe.moe.expert_rows import Groups
 from tests.unit.exchange import test_token_rows
 from tests.unit.exchange.exchange_cases import (
@@ -398,3 +399,24 @@ def test_call_sites_have_placements_of_their_own(pool: RankPool) -> None:
             torch.cat([torch.tensor(counts[which]) for counts in found]).tolist()
             == ids.bincount(minlength=2 * 4).tolist()
         )
+
+
+@pytest.mark.parametrize(("ranks", "bound"), [(2, 1.03), (8, 1.08)])
+def test_rows_of_ranks_are_even_by_the_plan_of_the_step_before(ranks: int, bound: float) -> None:
+    """Zipf 1.2 over 64 experts, with 12 % more slots: rows of the busiest rank over the mean."""
+    spec = ExchangeSpec(tokens=4096, hidden=8, experts=64, topk=8, slots=72 // ranks)
+    every: list[Any] = [SimpleNamespace(rank=rank, size=ranks, device=torch.device("cpu")) for rank in range(ranks)]
+    scores = -1.2 * torch.randperm(64, generator=torch.Generator().manual_seed(1)).add(1).log()
+
+    def drawn(step: int, rank: int) -> torch.Tensor:
+        noise = torch.rand(4096, 64, generator=torch.Generator().manual_seed(100 * step + rank)).log().neg().log().neg()
+        return (scores + noise).topk(8).indices
+
+    load = torch.cat([drawn(0, rank) for rank in range(ranks)]).flatten().bincount(minlength=64)
+    rows = torch.zeros(ranks, dtype=torch.int64)
+    for world in every:
+        table = SlotTable(world, spec)
+        table.write(plan_placement(load, ranks=ranks, slots=spec.slots).experts)
+        rows += (table.slots_of(drawn(1, world.rank)).flatten() // spec.slots).bincount(minlength=ranks)
+    assert int(rows.sum()) == ranks * 4096 * 8
+    assert int(rows.max()) * ranks / int(rows.sum()) <= bound

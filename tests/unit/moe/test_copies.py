@@ -77,7 +77,7 @@ def place(world: World, layers: nn.Sequential, optimizer: torch.optim.Optimizer,
         for parameter in layer.experts.parameters():
             for state in optimizer.state[parameter].values():
                 if state.dim():
-                    move_slots(world, local(state), before, placement.experts)
+                    move_slots(world, state, before, placement.experts)
 
 
 def reference(ranks: int) -> list[float]:
