@@ -209,7 +209,8 @@ class ShapeSection(Section):
     hidden: int = Field(default=1024, ge=1, le=MOST_HIDDEN, examples=[7168])
     """H, the elements of a token's row. The bytes of a row must be a multiple of 16."""
     experts: int = Field(default=32, ge=1, le=MOST_EXPERTS, examples=[256])
-    """E, the experts of all ranks together. Each rank has the same number, so world.ranks must divide it."""
+    """E, the experts of all ranks together. Each rank has the same number, so world.ranks must divide it, unless
+    exchange.slots is given."""
     topk: int = Field(default=4, ge=1, le=MOST_TOPK, examples=[8])
     """K, the experts that a token goes to: at most shape.experts."""
     ffn: int = Field(default=512, ge=1, le=2**20, examples=[2048])
@@ -280,6 +281,10 @@ class ExchangeSection(Section):
     """The rows of each expert start at a multiple of this many rows, as a grouped matrix product wants them."""
     padding: Literal["any", "zero"] = Field(default="any", examples=["zero"])
     """Content of the gaps between experts: unspecified (any), or zeros, which gradients of weights need."""
+    slots: int | None = Field(default=None, ge=1, le=MOST_EXPERTS, examples=[36])
+    """Expert slots of a rank, for workload exchange: experts lie where a plan for the load of the case puts them, and
+    those with most load have copies in the slots that are left. Loads in results are those of slots. Default: no slots;
+    expert e is on rank e // (experts / ranks)."""
     sms: Annotated[Count | Literal["auto"], BeforeValidator(_auto_or_count)] = Field(default="auto", examples=[48])
     """SMs of a GPU that the exchange's kernels may take: all (auto), or a number. Beside a matrix product fewer than
     half of them are best, 48 or 64 on H200. collective and allgather take as many as NCCL does."""
