@@ -87,6 +87,8 @@ class MoELayer(nn.Module):
         super().__init__()
         if spec.by_token:
             raise ConfigError("layout is token; the experts of a layer take rows by expert: take expert or rank")
+        if spec.slots is not None and isinstance(form, Parts):
+            raise ConfigError(f"slots is {spec.slots} with the parts of a layer; only layers from a form have slots")
         watch_ddp()
         spec = replace(spec, padding="zero")  # for the gradients of weights
         exchanges = world.shared(SharedExchanges)

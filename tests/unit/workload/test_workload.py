@@ -128,6 +128,7 @@ def test_every_layout_and_dtype_is_verified(pool: RankPool, layout: str, dtype: 
         assert all(line["verified"] and line["layout"] == layout and line["dtype"] == dtype for line in lines)
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("layout", ["expert", "token"])
 def test_slots_are_verified_and_even_the_rows_of_ranks(pool: RankPool, layout: str) -> None:
     """Eight experts on four ranks: with two slots a rank there is no copy, and one expert has most rows."""
