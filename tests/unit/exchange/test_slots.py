@@ -420,3 +420,17 @@ def test_rows_of_ranks_are_even_by_the_plan_of_the_step_before(ranks: int, bound
         rows += (table.slots_of(drawn(1, world.rank)).flatten() // spec.slots).bincount(minlength=ranks)
     assert int(rows.sum()) == ranks * 4096 * 8
     assert int(rows.max()) * ranks / int(rows.sum()) <= bound
+
+
+def stale_in_a_domain(_rank: int, backend: str) -> list[str]:
+    with World.of(domain=2, timeout_s=30) as world:
+        return one_stale(world, Case(4, SPEC, backend, ("uniform",) * 3, seed=6), "not placed")
+
+
+@pytest.mark.one_in(2)
+@pytest.mark.parametrize("backend", ["host", "tensor allgather"])
+def test_a_stale_table_is_refused_in_all_domains(groups: Any, backend: str) -> None:
+    first, second, third = zip(*groups(4, stale_in_a_domain, backend), strict=True)
+    assert set(first) == set(third) == {""}
+    (said,) = set(second)
+    assert said.startswith("rank 0 dispatched by placement ") and "and rank 1 by placement" in said
