@@ -166,7 +166,7 @@ def placed_cases(draw: st.DrawFn, backend: str) -> PlacedCase:
 @pytest.mark.one_in(5)
 @pytest.mark.parametrize("backend", [*BACKENDS, *ON_TENSORS])
 def test_generated_placements_match_plan_and_oracle(pool: RankPool, backend: str) -> None:
-    @settings(max_examples=15 if backend == "host" else 6)
+    @settings(max_examples=8)
     @given(placed=placed_cases(backend))
     def hold(placed: PlacedCase) -> None:
         judge_placed(placed, pool.run(placed.case.ranks, run_placed, placed))
@@ -367,6 +367,11 @@ def test_specs_and_calls_without_slots_say_so() -> None:
         for call in (lambda: exchange.place(torch.zeros(1, 5)), exchange.placement):
             with pytest.raises(ConfigError, match="an exchange without slots"):
                 call()
+    (world,) = wired(1)
+    with world, Exchange(world, replace(SPEC, slots=5)) as exchange:
+        for wrong, says in ((torch.zeros(10, 3).long(), "10 rows"), (torch.zeros(3, 2).long().T, "be contiguous")):
+            with pytest.raises(ConfigError, match=says):
+                exchange.slots_of(wrong)
     with pytest.raises(ConfigError, match="5 experts in 2 slots on each of 2 ranks; every expert needs a slot: 3"):
         replace(SPEC, slots=2).check(2)
     with pytest.raises(ConfigError, match=r"5 experts on 2 ranks; .* give slots, at least 3"):
