@@ -19,6 +19,8 @@ from hypothesis import strategies as st
 from raymoe.errors import ConfigError, DataRefused
 from raymoe.exchange import slots as slots_module
 from raymoe.exchange.backend import Dispatched, Tokens
+from raymoe.exchange.cpu.cpu_backend import SavedPlacement
+from raymoe.exchange.cpu.host import HostSlots
 from raymoe.exchange.exchange import Exchange
 from raymoe.exchange.slots import SlotTable, even_experts, token_hash
 from raymoe.exchange.spec import ExchangeSpec
@@ -40,6 +42,7 @@ from tests.unit.exchange.exchange_cases import (
 )
 from tests.unit.exchange.exchange_judge import judge_bytes, judge_combine, judge_dispatch
 from tests.unit.exchange.test_exchange import BACKENDS, ON_TENSORS
+from tests.unit.exchange.test_exchange_arguments import SplitOnCpu
 from tests.unit.memory.test_world_of import groups
 from tests.unit.moe.gradient_cases import loss_weights, reference, scales_of
 from tests.unit.ranks import RankPool
@@ -439,3 +442,25 @@ def test_a_stale_table_is_refused_in_all_domains(groups: Any, backend: str) -> N
     assert set(first) == set(third) == {""}
     (said,) = set(second)
     assert said.startswith("rank 0 dispatched by placement ") and "and rank 1 by placement" in said
+
+
+def test_split_operations_take_slots_and_refuse_a_placement_between() -> None:
+    (world,) = wired(1)
+    spec = replace(SPEC, slots=7)
+    case = Case(1, spec, "host", ("uniform",), seed=2, ragged=False)
+    (batch,) = batches(case, 0)
+    inputs = batch.x, batch.ids, batch.weights
+    experts, other = drawn_experts(case, 0), drawn_experts(case, 1)
+    with world, Exchange(world, spec) as exchange:
+        exchange.place(experts)
+        whole = exchange.dispatch(*inputs)
+        counts, want = whole.expert_counts.tolist(), exchange.combine(whole.x.clone(), whole)
+        over_slots = spec.over_slots(1)
+        exchange._backend = SplitOnCpu(world, over_slots, HostSlots(world, over_slots))
+        got = exchange.dispatch_send(*inputs)
+        with pytest.raises(ConfigError, match="place between dispatch_send and dispatch_receive"):
+            exchange.place(other)
+        exchange.dispatch_receive(got)
+        assert got.expert_counts.tolist() == counts and got.saved(SavedPlacement).routes.digest != 0
+        assert torch.equal(exchange.combine_receive(exchange.combine_send(got.x.clone(), got)), want)
+        exchange.place(other)
