@@ -42,7 +42,7 @@ class RaymoeError(Exception):
 
     exit_code: int = 1
     advice: str = ""
-    """The advice to a program that uses the library, the end of the message. A job has other words, those of its keys."""
+    """The advice to a program that uses the library, the end of the message. A job has words of its own keys."""
 
     def __str__(self) -> str:
         text = super().__str__()

@@ -209,7 +209,7 @@ class ShapeSection(Section):
     hidden: int = Field(default=1024, ge=1, le=MOST_HIDDEN, examples=[7168])
     """H, the elements of a row. A row's bytes must be a multiple of 16."""
     experts: int = Field(default=32, ge=1, le=MOST_EXPERTS, examples=[256])
-    """E, the experts of all ranks together. world.ranks must divide it."""
+    """E, the experts of all ranks together. world.ranks must divide it, unless exchange.slots is given."""
     topk: int = Field(default=4, ge=1, le=MOST_TOPK, examples=[8])
     """K, the experts of a token: at most shape.experts."""
     ffn: int = Field(default=512, ge=1, le=2**20, examples=[2048])
@@ -275,6 +275,9 @@ class ExchangeSection(Section):
     """The rows of each expert start at a multiple of this many rows."""
     padding: Literal["any", "zero"] = Field(default="any", examples=["zero"])
     """Gaps between experts: unspecified, or zeros, which gradients of weights need."""
+    slots: int | None = Field(default=None, ge=1, le=MOST_EXPERTS, examples=[36])
+    """Expert slots of a rank (workload exchange only). A plan for the case's load places the experts, and copies of
+    those with most load. Loads in results are those of slots."""
     sms: Annotated[Count | Literal["auto"], BeforeValidator(_auto_or_count)] = Field(default="auto", examples=[48])
     """SMs that the exchange's kernels may take: all (auto), or a number. Beside a matrix product 48 or 64 are best on
     H200. NCCL chooses for collective and allgather."""

@@ -123,6 +123,13 @@ class Arguments:
             scales = _detached(self._tensor(self._scales, scales, n))
         return Tokens(_detached(rows), idx, _detached(weights), self._count(num_tokens, n), scales, zero_gaps, site)
 
+    def ids(self, topk_idx: object) -> torch.Tensor:
+        """Check the ids of a dispatch alone."""
+        ids = self._tensor(self._topk_idx, topk_idx, None)
+        if len(ids) > self._spec.tokens:
+            raise ConfigError(f"topk_idx has {len(ids)} rows; this exchange was made for at most {self._spec.tokens}")
+        return ids
+
     def _split_pair(self, x: object) -> tuple[object, object | None]:
         """Split a pair of values and scales. Anything but a tuple has no scales."""
         if not isinstance(x, tuple):

@@ -405,7 +405,7 @@ class Exchange(OfOneProcess):
 
     def slots_of(self, topk_idx: torch.Tensor, site: int = 0) -> torch.Tensor:
         """Return the slot of each entry of a dispatch, as `dispatch_unkept` takes them; the ids where none has any."""
-        return self._table_of(site).slots_of(topk_idx) if self._tables else topk_idx
+        return self._table_of(site).slots_of(self._arguments.ids(topk_idx)) if self._tables else topk_idx
 
     def _table_of(self, site: int) -> SlotTable:
         if not self._tables:
@@ -413,7 +413,9 @@ class Exchange(OfOneProcess):
         return self._tables.get(site) or self._tables[0]
 
     def _over_slots(self, tokens: Tokens) -> Tokens:
-        return replace(tokens, topk_idx=self.slots_of(tokens.topk_idx, tokens.site)) if self._tables else tokens
+        if not self._tables:
+            return tokens
+        return replace(tokens, topk_idx=self._table_of(tokens.site).slots_of(tokens.topk_idx))
 
     def _marked(self, got: Dispatched) -> Dispatched:
         """Let the combine of this dispatch compare the ranks' placements."""

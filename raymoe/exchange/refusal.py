@@ -63,11 +63,6 @@ class Refusal:
         cause, other, number = _PACKED.unpack(packed)
         return cls(Cause(cause), other, number)
 
-    def unmarked(self) -> Refusal:
-        """Return the refusal without a digest, which kernels write into the upper half of any number."""
-        low = self.number & _DISPATCH
-        return replace(self, number=low - 2**32 if low >= 2**31 else low)
-
     def sentence(self, rank: int, spec: ExchangeSpec, ranks: int) -> str:
         if self.cause is Cause.ID:
             experts = spec.placed_experts or spec.experts
@@ -145,8 +140,6 @@ def judge_statuses(statuses: Sequence[Refusal], spec: ExchangeSpec) -> DataRefus
     rank 0 dispatched by placement 00000009 and rank 2 by placement 00000000; all ranks place the same experts before
     the same dispatch
     """
-    if spec.placed_experts:
-        statuses = [status.unmarked() if status else status for status in statuses]
     for rank, refusal in enumerate(statuses):
         if refusal:
             most_rows = max((status.number for status in statuses if status.cause is Cause.CAPACITY), default=0)

@@ -1,4 +1,4 @@
-"""The kernel that turns ids of experts into numbers of slots: kernels/slots/take_slots.cu."""
+"""The kernels of exchanges over slots: ids become numbers of slots, and a dispatch gets the digest of its placement."""
 
 from __future__ import annotations
 
@@ -28,6 +28,16 @@ class TakeSlotsParams(Params):
     rank: U32 = 0
 
 
+@dataclass(frozen=True)
+class MarkDispatchParams(Params):
+    """Twin of the struct in kernels/slots/mark_dispatch.cu, which describes the fields."""
+
+    refusal: Address = 0
+    digest: Address = 0
+
+
+MARK_DISPATCH = KernelSource("slots/mark_dispatch", (MarkDispatchParams,))
+"""For backends over NVLink. Others copy the digest, because their numbers and refusals are separate."""
 TAKE_SLOTS = KernelSource("slots/take_slots", (TakeSlotsParams,))
 
 

@@ -15,8 +15,9 @@ from raymoe.moe.slot_parts import Slot, gather_slots
 def add_copy_gradients(model: nn.Module) -> None:
     """Give all copies of an expert the sum of their gradients. All ranks call it, once a step.
 
-    Call it after the backward pass of a step's last micro-batch, before `clip_grad_norm` and the optimizer. The sum is
-    in float32, in the order of ranks and slots, and is rounded once. So copies get the same bits and stay equal.
+    Call it after the backward pass of a step's last micro-batch and `average_expert_gradients`, before `clip_grad_norm`
+    and the optimizer. The sum is in float32, in the order of ranks and slots, and is rounded once. So copies get the
+    same bits and stay equal. Where several worlds train the layers, all place the same experts.
     Nothing waits for the device, except where no process group has the ranks of the layers' world.
 
     >>> from raymoe import ExchangeSpec, World

@@ -20,7 +20,7 @@ from raymoe.memory.world import World
 from raymoe.moe.beside import SideStream
 from raymoe.moe.by_row import in_tiles
 from raymoe.moe.differentiable import combine, dispatch, expert_major
-from raymoe.moe.experts import local, shard
+from raymoe.moe.experts import shard
 from raymoe.moe.families import Parts, parts_of
 from raymoe.moe.layer_form import LayerForm as LayerForm
 from raymoe.moe.layer_form import Mlp, check_deterministic, draw_weights, dtype_of_weights, empty_parts
@@ -99,6 +99,8 @@ class MoELayer(nn.Module):
         super().__init__()
         if spec.by_token:
             raise ConfigError("layout is token; the experts of a layer take rows by expert: take expert or rank")
+        if spec.slots is not None and isinstance(form, Parts):
+            raise ConfigError(f"slots is {spec.slots} with the parts of a layer; only layers from a form have slots")
         watch_ddp()
         spec = replace(spec, padding="zero")  # for the gradients of weights
         exchanges = world.shared(SharedExchanges)
@@ -210,10 +212,8 @@ class MoELayer(nn.Module):
         self._write_placement(placement)
         after = self.exchange.placement(self.number)
         for parameter in self.experts.parameters():
-            part = local(parameter.detach())
-            assert part is not None
-            if part.device.type != "meta":
-                move_slots(self.world, part, before, after)
+            if parameter.device.type != "meta":
+                move_slots(self.world, parameter.detach(), before, after)
             parameter.grad = None
 
     def _write_placement(self, placement: SlotExperts | torch.Tensor) -> None:

@@ -10,6 +10,7 @@ import torch.distributed as dist
 
 from raymoe.memory.board import MAX_MESSAGE
 from raymoe.memory.world import World
+from raymoe.moe.experts import local
 
 Slot = tuple[int, int]
 """A rank, and the number of a slot there."""
@@ -54,8 +55,11 @@ def move_slots(world: World, part: torch.Tensor, before: torch.Tensor, after: to
 
     `before` and `after` are int32[ranks, slots], `Exchange.placement` before and after. All ranks call it. A slot that
     holds its expert already stays, another one takes it from this rank if it can, else from the first rank that has it.
-    Slots that get empty keep what they have.
+    Slots that get empty keep what they have. Of a DTensor this rank's part is taken.
     """
+    own_part = local(part)
+    assert own_part is not None
+    part = own_part
     sources = _sources(before, after)
     crossing = [source for (rank, _), source in sources.items() if source[0] != rank]
     parts = gather_slots(world, part, crossing) if crossing else {}

@@ -61,7 +61,8 @@ def clip_grad_norm(model: nn.Module, max_norm: float, norm_type: float = 2.0) ->
 
     The norm is that of the whole model in float32, the same on all ranks, and counts each expert once. Call this after
     all gradients were averaged over the ranks: those of experts by `average_expert_gradients`, the others by DDP, FSDP2
-    or the program. Nothing waits for the device, except where experts are plain tensors of several ranks.
+    or the program. Where experts have copies, call `add_copy_gradients` before. Nothing waits for the device, except
+    where experts are plain tensors of several ranks.
     """
     layers = {each: layer for layer in layers_of(model).values() for each in layer.experts.parameters()}
     lists: dict[_Shards, list[torch.Tensor]] = {}

@@ -106,6 +106,26 @@ def test_a_stale_table_is_refused_on_all_ranks_and_the_next_step_works(ranks: Gp
     assert said.startswith("rank 0 dispatched by placement ") and "and rank 1 by placement" in said
 
 
+def split(world: World, placed: PlacedCase) -> list[Any]:
+    case, results = placed.case, []
+    with open_exchange(world, case) as exchange:
+        for step, number in enumerate(placed.placements):
+            exchange.place(drawn_experts(case, number))
+            batch = batches(case, step)[world.rank].on(world.device)
+            got = exchange.dispatch_receive(exchange.dispatch_send(batch.x, batch.ids, batch.weights))
+            x = expert_major(got)
+            sent = exchange.combine_send(apply_placed(exchange, got, x), got)
+            results.append(result_of(got, x, exchange.combine_receive(sent)))
+            exchange.check()
+    return results
+
+
+@pytest.mark.parametrize("backend", CAPTURABLE[:-1])
+def test_split_operations_take_slots(ranks: GpuRanks, backend: str) -> None:
+    placed = PlacedCase(of(backend), (0, 1, 2, 0, 1, 2))
+    judge_placed(placed, ranks.run(RANKS, split, placed))
+
+
 def slots_taken(world: World, case: Case) -> list[torch.Tensor]:
     table, taken = SlotTable(world, case.spec), []
     for number, dtype in enumerate((torch.int64, torch.int32)):

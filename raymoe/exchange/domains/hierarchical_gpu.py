@@ -227,8 +227,10 @@ class HierarchicalGpu:
         return saved.inside
 
     def mark(self, got: Dispatched, digest: torch.Tensor) -> None:
-        """Copy the digest into the upper half of the number that all ranks compare. Inside, nothing is marked."""
+        """Copy the digest into the upper half of the number that all domains compare. Ranks inside compare theirs."""
         saved = got.saved(SavedInside)
+        with self._named_by_world():
+            self._inside.mark(saved.inside, digest)
         with self._launcher.ordered("dispatch") as stream:
             saved.used_on(stream, got.site)
             saved.number[DIGEST_SHIFT // 32 :].copy_(digest)

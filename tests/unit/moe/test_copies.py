@@ -11,6 +11,7 @@ import pytest
 import torch
 from torch import nn
 
+from raymoe.errors import ConfigError
 from raymoe.exchange.spec import ExchangeSpec
 from raymoe.memory.world import World
 from raymoe.moe import (
@@ -26,6 +27,7 @@ from raymoe.moe import (
     update_router_bias,
 )
 from raymoe.moe.experts import local
+from raymoe.moe.layer_form import empty_parts
 from tests.unit.memory.test_world_of import groups
 from tests.unit.ranks import RankPool
 from tests.unit.worlds import wired
@@ -77,7 +79,7 @@ def place(world: World, layers: nn.Sequential, optimizer: torch.optim.Optimizer,
         for parameter in layer.experts.parameters():
             for state in optimizer.state[parameter].values():
                 if state.dim():
-                    move_slots(world, local(state), before, placement.experts)
+                    move_slots(world, state, before, placement.experts)
 
 
 def reference(ranks: int) -> list[float]:
@@ -217,3 +219,13 @@ def compiled_and_not(world: World) -> bool:
 @pytest.mark.thorough
 def test_compiled_layers_take_what_was_placed_last(pool: RankPool) -> None:
     assert pool.run(2, compiled_and_not) == [True, True]
+
+
+def test_parts_of_a_block_get_no_slots() -> None:
+    (world,) = wired(1)
+    with world:
+        parts = empty_parts(SPEC, FORM, 4, torch.device("cpu"))
+        with pytest.raises(
+            ConfigError, match="slots is 4 with the parts of a layer; only layers from a form have slots"
+        ):
+            MoELayer(world, SPEC, parts)
