@@ -41,7 +41,7 @@ class RaymoeError(Exception):
 
     exit_code: int = 1
     advice: str = ""
-    """The advice to a program that uses the library, the end of the message. A job has other words, those of its keys."""
+    """The advice to a program that uses the library, at the end of the message. A job gets other words."""
 
     def __str__(self) -> str:
         text = super().__str__()
