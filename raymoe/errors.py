@@ -31,7 +31,6 @@ __all__ = [
     "RankDied",
     "RaymoeError",
     "Stopped",
-    "WeightsMissing",
     "WiringError",
     "WrongResult",
 ]
@@ -42,7 +41,7 @@ class RaymoeError(Exception):
 
     exit_code: int = 1
     advice: str = ""
-    """The advice to a program that uses the library, the end of the message. A job has words of its own keys."""
+    """The advice to a program that uses the library, at the end of the message. A job gets other words."""
 
     def __str__(self) -> str:
         text = super().__str__()
@@ -141,10 +140,6 @@ class DataRefused(RaymoeError):
 
     rows_needed: int | None = None
     """The capacity that would have held the rows of every rank; None where another cause refused the step."""
-
-
-class WeightsMissing(RaymoeError):
-    """A step needs weights that hold no values: they sleep, or were not loaded after a wake, or a load did not end."""
 
 
 class CannotWrite(RaymoeError):
