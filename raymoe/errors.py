@@ -31,6 +31,7 @@ __all__ = [
     "RankDied",
     "RaymoeError",
     "Stopped",
+    "WeightsMissing",
     "WiringError",
     "WrongResult",
 ]
@@ -140,6 +141,10 @@ class DataRefused(RaymoeError):
 
     rows_needed: int | None = None
     """The capacity that would have held the rows of every rank; None where another cause refused the step."""
+
+
+class WeightsMissing(RaymoeError):
+    """A step needs weights that hold no values: they sleep, or were not loaded after a wake, or a load did not end."""
 
 
 class CannotWrite(RaymoeError):

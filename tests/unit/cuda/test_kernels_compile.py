@@ -195,6 +195,7 @@ def rule(check: Callable[[Compiled], None]) -> Callable[[Compiled], None]:
     return check
 
 
+@pytest.mark.timeout(290)  # all builds of the session start at once, and each takes many seconds on a loaded machine
 def test_a_build_keeps_every_rule(compiled):
     for check in RULES:
         check(compiled)
