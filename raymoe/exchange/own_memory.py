@@ -1,6 +1,8 @@
-"""The memory for dispatched rows that an exchange owns (`ExchangeSpec.depth`)."""
+"""The tensors that an exchange owns: memory for dispatched rows (`ExchangeSpec.depth`), and marks for the compiler."""
 
 from __future__ import annotations
+
+from typing import Any
 
 import torch
 
@@ -26,3 +28,12 @@ def own_rows(world: World, spec: ExchangeSpec) -> list[torch.Tensor]:
         )
     world.agree(problem, "exchange: memory for rows")
     return rows
+
+
+def call_marks(device: torch.device) -> torch.Tensor:
+    """Make the tensor that compiled functions change. Its address stays, which CUDA graphs of torch.compile need."""
+    marks: Any = torch.zeros(1, dtype=torch.int32, device=device)
+    # This is what torch._dynamo.mark_static_address does, whose import takes a second.
+    marks._dynamo_static_input_type = "unguarded"
+    tensor: torch.Tensor = marks
+    return tensor
