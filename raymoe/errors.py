@@ -42,7 +42,7 @@ class RaymoeError(Exception):
 
     exit_code: int = 1
     advice: str = ""
-    """What a program that uses the library can do; the end of the message. A job has other words, those of its keys."""
+    """The advice to a program that uses the library, at the end of the message. A job gets other words."""
 
     def __str__(self) -> str:
         text = super().__str__()

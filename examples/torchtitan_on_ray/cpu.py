@@ -1,4 +1,4 @@
-"""What torchtitan 0.3 lacks on CPU ranks with torch 2.13. Import it before other modules of torchtitan."""
+"""Adds what torchtitan 0.3 lacks on CPU ranks with torch 2.13. Import it before other modules of torchtitan."""
 
 from __future__ import annotations
 

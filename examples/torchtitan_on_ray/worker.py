@@ -1,4 +1,4 @@
-"""What each worker of Ray Train runs: torchtitan's trainer, from the checkpoint that Ray Train names."""
+"""Runs in each worker of Ray Train: torchtitan's trainer, from the checkpoint that Ray Train names."""
 
 from __future__ import annotations
 

@@ -161,14 +161,14 @@ def without(plain: dict[str, Any], path: Sequence[str]) -> dict[str, Any]:
 
 class Job(Section):
     name: str = Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9_.-]{0,63}$", examples=["my-exchange"])
-    """Name of the job: 1 to 64 letters, digits, dots, dashes and underscores. Its run directories begin with this name.
-    Default: the name of the config file."""
+    """1 to 64 letters, digits, dots, dashes and underscores, with which run directories begin. Default: the name of
+    the config file."""
     workload: Literal["p2p", "exchange", "overlap", "pointwise", "products", "layer", "train"] = Field(
         examples=["exchange"]
     )
-    """The work of a step: messages between ranks (p2p), dispatch and combine (exchange), these two beside a matrix
-    product (overlap), a norm or activation over rows (pointwise), the products of experts (products), a whole MoE
-    layer (layer), or a step of training of a small model, as a soak (train)."""
+    """A step: messages between ranks (p2p), dispatch and combine (exchange), these beside a matrix product (overlap), a
+    norm or activation over rows (pointwise), the products of experts (products), an MoE layer (layer), or a step of
+    training (train)."""
     world: WorldSection = WorldSection()
     shape: ShapeSection = ShapeSection()
     routing: RoutingSection = RoutingSection()
@@ -183,8 +183,8 @@ class Job(Section):
     matrix: dict[str, Annotated[tuple[Scalar, ...], Field(strict=False, min_length=1)]] = Field(
         default_factory=dict, examples=[{"exchange.backend": ["host", "collective"], "shape.tokens": [128, 512]}]
     )
-    """Keys, each with a list of values. Every combination of values is one case, at most 1000. Keys of world and keys
-    that take a list cannot vary."""
+    """Keys with lists of values. Every combination is a case, at most 1000. Keys of world and keys that take a list
+    cannot vary."""
 
     def resolved(self) -> dict[str, Any]:
         """Return every key that means something in this job, as plain values. `job_from_resolved` reads them back."""

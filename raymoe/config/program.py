@@ -23,19 +23,19 @@ Wrong = tuple[str, str, str | None]
 
 
 class ProgramSection(Section):
-    """A Python program to run instead of a config. One of `file` and `module` says which. The variable RAYMOE_OUT of
-    the program has its directory for results."""
+    """A Python program instead of a config: one of `file` and `module`. Its variable RAYMOE_OUT has its directory for
+    results."""
 
     file: Text | None = Field(default=None, examples=["train.py"])
     """Python file in runtime_env.working_dir, relative to this file."""
     module: Text | None = Field(default=None, examples=["my_package.train"])
-    """Module, as Python's option -m takes it: uploaded by runtime_env.working_dir or py_modules, or installed there."""
+    """Module, as python -m takes it: uploaded by runtime_env, or installed."""
     arguments: Texts = Field(default=(), examples=[["--steps", "24"]])
-    """Words for the program. In them, {out} becomes its directory for results, and {run} the name of the run."""
+    """Words for the program. {out} becomes its directory for results, {run} the run's name."""
 
     @property
     def called(self) -> str:
-        """What the job is called after: the file or the module."""
+        """The file or the module, after which the job is called."""
         return self.module or self.file or ""
 
 

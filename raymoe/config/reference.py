@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import textwrap
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import yaml
@@ -17,11 +19,9 @@ Schema = Mapping[str, Any]
 _TOP = """\
 # Configuration
 
-This page has every key of a config, and then every key of a job. A config says what to run (`raymoe run CONFIG`). A
-job of `jobs/` names a config or a program, and says where and how a cluster runs it (`raymoe submit JOB`).
-
-`raymoe schema --markdown` writes this page from the declarations of the keys in `raymoe/config/`, and a test compares
-both. The same declarations give the JSON Schemas for editors:
+A config says what to run (`raymoe run CONFIG`). A job of `jobs/` names a config or a program, and says where and how a
+cluster runs it (`raymoe submit JOB`). `raymoe schema --markdown` writes this page from `raymoe/config/`. Editors read
+the JSON Schemas:
 
 ```
 raymoe schema > raymoe.schema.json
@@ -30,34 +30,32 @@ raymoe schema --job > raymoe-job.schema.json
 
 ## How a config is read
 
-* Only `workload` is required. Every other key has a default; `raymoe show CONFIG` prints a config with all of them.
-* `--set a.b=c` changes a key by its dotted name, as in `--set shape.tokens=128`. It may be repeated.
-* A path that exists is a file. Any other name is a packaged config (`configs/`) or a packaged job (`jobs/`).
-* Unknown or duplicate keys, wrong types and impossible values are errors. `raymoe validate CONFIG...` reports all of
-  them at once, with file, line, key and the nearest right name. It also compares the shapes and ids
-  of traces.
-* `on`, `yes` and `010` are text, and `1e-3` is a number. YAML 1.1 reads all of these in another way.
+* Only `workload` is required. `raymoe show CONFIG` prints a config with all defaults.
+* `--set shape.tokens=128` changes a key. It may be repeated.
+* A path that exists is a file. Any other name is a packaged config (`configs/`) or job (`jobs/`).
+* Unknown or duplicate keys, wrong types and impossible values are errors. `raymoe validate CONFIG...` reports all at
+  once, with file, line, key and the nearest right name; also values that do not fit together.
+* `on`, `yes` and `010` are text, and `1e-3` is a number, unlike in YAML 1.1.
 * A size is a number of bytes, or a number with one of the units B, KiB, MiB, GiB, TiB, kB, MB and GB.
-* Some values fit only together: `world.ranks` must divide `shape.experts`, for instance. The error says what would fit.
+* A section or key *for* other workloads is ignored. *Only with* means that without it the key is an error.
 """
 
 _JOBS = """\
 ## Jobs
 
-`raymoe submit JOB` reads these keys, in a file or in a packaged job of `jobs/`. It checks the config of the job too.
-[submit.md](submit.md) says what a job does with them.
+The keys of a file for `raymoe submit JOB`, which [submit.md](submit.md) explains.
 """
 
 
 def reference() -> str:
     """Write the page, in Markdown."""
     config, job = job_schema(), submission_schema()
-    parts = [_TOP, "## Top level\n", _table(config, config["properties"])]
+    parts = [_TOP, "## Top level\n", _list(config, config["properties"])]
     for name, section in _sections(config, config["properties"]):
-        parts += [f"## {name}\n", _opening(section, _of_workload(name)), _table(config, section["properties"], name)]
-    parts += [_JOBS, _table(job, job["properties"])]
+        parts += [f"## {name}\n", _opening(section, _of_workload(name)), _list(config, section["properties"], name)]
+    parts += [_JOBS, _list(job, job["properties"])]
     for name, section in _sections(job, job["properties"]):
-        parts += [f"### {name}\n", _opening(section), _table(job, section["properties"], name)]
+        parts += [f"### {name}\n", _opening(section), _list(job, section["properties"], name)]
     return "\n".join(parts)
 
 
@@ -85,44 +83,71 @@ def _of_workload(name: str) -> str:
     """Say which workloads read a section.
 
     >>> _of_workload("p2p"), _of_workload("world")
-    ('Only workload `p2p` reads this section; others ignore it.', '')
+    ('For workload `p2p`.', '')
     """
     for meaning in MEANINGS:
         if (meaning.key, meaning.decider) == (name, "workload"):
-            only = f"Only workload {_listed(meaning.values)} reads"
-            read = f"Workloads {_listed(meaning.values, 'and')} read" if len(meaning.values) > 1 else only
-            return f"{read} this section; others ignore it."
+            return f"For workload {_listed(meaning.values)}."
     return ""
 
 
-def _table(schema: Schema, properties: Schema, prefix: str = "") -> str:
-    rows = ["| key | type | default | example | meaning |", "| --- | --- | --- | --- | --- |"]
-    rows += ["| " + " | ".join(_cell(cell) for cell in row) + " |" for row in _rows(schema, properties, prefix)]
-    return "\n".join(rows) + "\n"
+def _list(schema: Schema, properties: Schema, prefix: str = "") -> str:
+    return "".join(f"{_item(key)}\n" for key in _keys(schema, properties, prefix))
 
 
-def _rows(schema: Schema, properties: Schema, prefix: str) -> Iterator[tuple[str, ...]]:
+def _item(key: Key) -> str:
+    """Write a key as an item of a list.
+
+    >>> print(_item(Key("world.ranks", "integer", "`4`", "`ranks: 8`", "The number of ranks.")))
+    * `world.ranks` (integer, default `4`): The number of ranks.
+    """
+    kind = f"{key.kind}, {key.default}" if key.default == "required" else key.kind
+    if key.default and key.default != "required":
+        kind += f", default {key.default}"
+    example = f" Example: {key.example}." if key.needs_example else ""
+    text = f"* `{key.name}` ({kind}): {' '.join(key.meaning.split())}{example}"
+    return textwrap.fill(text, WIDTH, subsequent_indent="  ", break_long_words=False, break_on_hyphens=False)
+
+
+WIDTH = 120
+
+
+@dataclass(frozen=True)
+class Key:
+    """A key of a config or of a job, as the page shows it. `example` is YAML between backticks."""
+
+    name: str
+    kind: str
+    default: str
+    example: str
+    meaning: str
+
+    @property
+    def needs_example(self) -> bool:
+        """Whether the type alone leaves open how a value is written."""
+        return any(word in self.kind for word in ("text", "list", "mapping"))
+
+
+def keys(schema: Schema) -> Iterator[Key]:
+    """Yield every key of the schema of configs or jobs."""
+    yield from _keys(schema, schema["properties"])
+    for name, section in _sections(schema, schema["properties"]):
+        yield from _keys(schema, section["properties"], name)
+
+
+def _keys(schema: Schema, properties: Schema, prefix: str = "") -> Iterator[Key]:
     for name, value in properties.items():
         dotted = f"{prefix}.{name}" if prefix else name
         section = _section(schema, value)
         if section is not None and not prefix:
-            continue  # it has a table of its own
-        kind, default = _type(value), "required" if dotted in REQUIRED else _default(value)
-        yield f"`{dotted}`", kind, default, _example(name, value), _meaning(dotted, value)
+            continue  # it has a list of its own
+        default = "required" if dotted in REQUIRED else "" if section else _default(value)
+        yield Key(dotted, _type(value), default, _example(name, value), _meaning(dotted, value))
         if section is not None:
-            yield from _rows(schema, section["properties"], dotted)
+            yield from _keys(schema, section["properties"], dotted)
 
 
 REQUIRED = ("workload",)
-
-
-def _cell(text: str) -> str:
-    """Write text so that it stays in one cell of a table.
-
-    >>> _cell("a | b\\n  c")
-    'a \\\\| b c'
-    """
-    return " ".join(text.split()).replace("|", "\\|")
 
 
 def _meaning(dotted: str, value: Schema) -> str:
@@ -135,12 +160,14 @@ def _conditions(meanings: Sequence[Meaning]) -> str:
     """Say when a key means something.
 
     >>> _conditions([Meaning("routing.alpha", "routing.kind", ("zipf",), strict=True)])
-    'Only with `routing.kind: zipf`; otherwise it is an error.'
+    'Only with `routing.kind: zipf`.'
+    >>> _conditions([Meaning("shape.experts", "workload", ("layer", "train"))])
+    'For `workload: layer`, `train`.'
     """
     only = [f"`{meaning.decider}: {meaning.values[0]}`" for meaning in meanings]
-    more = ["".join(f" or `{value}`" for value in meaning.values[1:]) for meaning in meanings]
-    otherwise = "it is an error" if any(meaning.strict for meaning in meanings) else "it is ignored"
-    return f"Only with {' and '.join(map(''.join, zip(only, more, strict=True)))}; otherwise {otherwise}."
+    more = ["".join(f", `{value}`" for value in meaning.values[1:]) for meaning in meanings]
+    word = "Only with" if any(meaning.strict for meaning in meanings) else "For"
+    return f"{word} {' and '.join(map(''.join, zip(only, more, strict=True)))}."
 
 
 def _default(value: Schema) -> str:
@@ -168,9 +195,9 @@ def _type(value: Schema) -> str:
     """Name the values that a schema takes, with their bounds.
 
     >>> _type({"type": "integer", "minimum": 1, "maximum": 2**20}), _type({"enum": ["auto", True, False]})
-    ('whole number 1 to 2^20', '`auto`, `true` or `false`')
+    ('integer 1 to 2^20', '`auto`, `true`, `false`')
     >>> _type({"anyOf": [{"type": "integer"}, {"const": "auto"}]})
-    '`auto` or whole number'
+    '`auto` or integer'
     """
     if "anyOf" in value:
         choices = [choice for choice in value["anyOf"] if choice.get("type") != "null"]
@@ -190,12 +217,11 @@ def _type(value: Schema) -> str:
     return _KINDS.get(str(kind), "mapping") + _bounds(value)
 
 
-_KINDS = {"integer": "whole number", "number": "number", "string": "text", "boolean": "`true` or `false`"}
+_KINDS = {"integer": "integer", "number": "number", "string": "text", "boolean": "boolean"}
 
 
-def _listed(values: Sequence[object], word: str = "or") -> str:
-    words = [f"`{flow(value)}`" for value in values]
-    return f" {word} ".join(filter(None, (", ".join(words[:-1]), words[-1])))
+def _listed(values: Sequence[object]) -> str:
+    return ", ".join(f"`{flow(value)}`" for value in values)
 
 
 def _bounds(value: Schema) -> str:

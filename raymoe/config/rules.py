@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 from raymoe.config.job import Job
-from raymoe.config.sections import ABILITIES, MOE, SPANNING
+from raymoe.config.sections import ABILITIES, MOE, OTHER_SYSTEMS, SPANNING
 from raymoe.exchange.abilities import BACKENDS, Abilities, backends_of
 from raymoe.exchange.spec import MOST_ROWS, ROW_BYTES, worst_rows
 from raymoe.fp8 import FP8
@@ -55,11 +55,24 @@ def _abilities(job: Job) -> Abilities:
 
 def _experts_divide(job: Job) -> tuple[str, str] | None:
     experts, ranks = job.shape.experts, job.world.ranks
-    if experts % ranks == 0:
+    if experts % ranks == 0 or job.exchange.slots is not None:
         return None
     below, above = experts // ranks * ranks, -(-experts // ranks) * ranks
     possible = f"{below} or {above}" if below else str(above)
     return f"{experts} experts do not divide among {ranks} ranks", f"{possible} would"
+
+
+def _slots_hold_the_experts(job: Job) -> tuple[str, str] | None:
+    slots, ranks, experts = job.exchange.slots, job.world.ranks, job.shape.experts
+    if slots is None:
+        return None
+    if job.workload != "exchange":
+        return f"workload {job.workload} has no slots", "leave slots out, or run workload exchange"
+    if job.exchange.backend in (*OTHER_SYSTEMS, "row_push", "nccl_bare"):
+        return f"{job.exchange.backend} has no slots", "take a backend of raymoe, or leave slots out"
+    if slots * ranks < experts:
+        return f"{experts} experts do not fit into {slots} slots on each of {ranks} ranks", f"{-(-experts // ranks)} do"
+    return None
 
 
 def _topk_fits(job: Job) -> tuple[str, str] | None:
@@ -82,7 +95,8 @@ def _rows_are_multiples_of_16_bytes(job: Job) -> tuple[str, str] | None:
 
 def _rows_can_be_counted(job: Job) -> tuple[str, str] | None:
     entries = job.world.ranks * job.shape.tokens * job.shape.topk
-    rows = worst_rows(entries, job.shape.experts // job.world.ranks, job.exchange.alignment)
+    local = job.exchange.slots or job.shape.experts // job.world.ranks
+    rows = worst_rows(entries, local, job.exchange.alignment)
     if rows <= MOST_ROWS:
         return None
     return f"a rank may receive {rows} rows, offsets count to {MOST_ROWS}", "take fewer tokens, ranks or topk"
@@ -413,11 +427,16 @@ RULES = (
     Rule(("p2p",), ("p2p.transports", "world.device"), _transports_are_for("cpu", GPU_TRANSPORTS)),
     Rule(("p2p",), ("p2p.transports", "world.device"), _transports_are_for("cuda", frozenset({"host"}))),
     Rule((*MOE, "products"), ("shape.experts", "world.ranks"), _experts_divide),
+    Rule(
+        MOE,
+        ("exchange.slots", "exchange.backend", "shape.experts", "world.ranks", "workload"),
+        _slots_hold_the_experts,
+    ),
     Rule(MOE, ("shape.topk", "shape.experts"), _topk_fits),
     Rule(MOE, ("shape.hidden", "shape.dtype"), _rows_are_multiples_of_16_bytes),
     Rule(
         MOE,
-        ("shape.tokens", "shape.topk", "world.ranks", "shape.experts", "exchange.alignment"),
+        ("shape.tokens", "shape.topk", "world.ranks", "shape.experts", "exchange.alignment", "exchange.slots"),
         _rows_can_be_counted,
     ),
     Rule(

@@ -171,25 +171,25 @@ class WorldSection(Section):
     """The ranks: how many, on what, and how long they wait."""
 
     ranks: int = Field(default=4, ge=1, le=1024, examples=[8])
-    """R, the number of ranks. Each is a Ray actor in its own process; on GPUs each has a GPU of its own."""
+    """R, the number of ranks. Each is a Ray actor; on GPUs each has a GPU of its own."""
     domain: Annotated[Count | Literal["auto"], BeforeValidator(_auto_or_count)] = Field(default="auto", examples=[8])
-    """Ranks in a domain. Those of one domain are on one node and map one another's memory; a network connects domains.
-    auto: all ranks on one node if one can hold them, else (workloads exchange and layer) the fewest equal domains that
-    nodes can hold. A number divides world.ranks. Each domain then has a node of its own if enough nodes can hold one;
-    else all are on one node, and pretend to be apart. Several domains need workload exchange or layer."""
+    """Ranks in a domain: they are on one node and map one another's memory; a network connects domains. auto: one
+    domain if a node can hold all ranks, else the fewest equal domains that nodes can hold. A number divides
+    world.ranks; if too few nodes can hold a domain, all are on one node and pretend to be apart. Several domains need
+    workload exchange or layer."""
     device: Literal["auto", "cuda", "cpu"] = Field(default="auto", examples=["cpu"])
-    """Device of the ranks. auto is cuda if the cluster has GPUs and the workload can use them, else cpu. It never falls
-    back to cpu because there are too few GPUs. For workload layer, auto is cpu unless the backend needs GPUs."""
+    """auto is cuda if the cluster has GPUs, even too few, and the workload can use them. For workload layer, auto is
+    cpu unless the backend needs GPUs."""
     cpus: float = Field(default=0.5, ge=0.001, le=1024, examples=[1])
-    """Ray CPUs that a rank asks for. Ray counts them for placement only and binds no process to them."""
+    """Ray CPUs that a rank asks for. They matter for placement only."""
     share_gpu: bool = Field(default=False, examples=[True])
-    """Whether all ranks share one GPU. This is for tests of results, never for timing. It needs device cuda."""
+    """Whether all ranks share one GPU: for tests of results, not of time. Needs device cuda."""
     restarts: int = Field(default=1, ge=0, le=100, examples=[0])
-    """How many times the gang starts again after it lost a rank. Finished cases are kept."""
+    """Restarts of the gang after a lost rank. Finished cases are kept."""
     placement_timeout_s: float = Field(default=60.0, gt=0, le=86400, examples=[3600])
-    """Seconds to wait for free resources in the cluster; then the run ends with exit code 3."""
+    """Seconds to wait for free resources; then exit code 3."""
     wait_timeout_s: float = Field(default=30.0, gt=0, le=86400, examples=[120])
-    """Seconds that a rank waits for a peer; then the run ends with exit code 5 and names the peer."""
+    """Seconds that a rank waits for a peer; then exit code 5."""
 
     @property
     def domains(self) -> int:
@@ -205,58 +205,55 @@ class ShapeSection(Section):
     """The sizes of tokens and experts."""
 
     tokens: int = Field(default=512, ge=1, le=MOST_TOKENS, examples=[4096])
-    """T, the tokens of a rank in a step. With routing.ragged it is the most that a rank has."""
+    """T, the tokens of a rank in a step; with routing.ragged the most."""
     hidden: int = Field(default=1024, ge=1, le=MOST_HIDDEN, examples=[7168])
-    """H, the elements of a token's row. The bytes of a row must be a multiple of 16."""
+    """H, the elements of a row. A row's bytes must be a multiple of 16."""
     experts: int = Field(default=32, ge=1, le=MOST_EXPERTS, examples=[256])
-    """E, the experts of all ranks together. Each rank has the same number, so world.ranks must divide it."""
+    """E, the experts of all ranks together. world.ranks must divide it, unless exchange.slots is given."""
     topk: int = Field(default=4, ge=1, le=MOST_TOPK, examples=[8])
-    """K, the experts that a token goes to: at most shape.experts."""
+    """K, the experts of a token: at most shape.experts."""
     ffn: int = Field(default=512, ge=1, le=2**20, examples=[2048])
-    """Inner size of an expert: the columns of its first two matrices."""
+    """Inner size of an expert."""
     dtype: Dtype = Field(default="bfloat16", examples=["float16"])
     """Type of rows and of experts' weights."""
 
 
 class RoutingSection(Section):
-    """The choice of experts. It depends on the seed, the rank and the step alone, so all backends get the same."""
+    """The choice of experts, by seed, rank and step alone: all backends get the same."""
 
     kind: Literal["uniform", "zipf", "hot", "trace"] = Field(default="uniform", examples=["zipf"])
-    """How tokens choose experts: all alike, by a Zipf law, one hot expert, or from a recorded trace."""
+    """All experts alike, by a Zipf law, one hot expert, or from a recorded trace."""
     seed: int = Field(default=0, ge=0, lt=2**63, examples=[17])
-    """Seed of all random numbers of a run: routing, tokens and weights."""
+    """Seed of routing, tokens and weights."""
     alpha: float = Field(default=1.0, gt=0, le=100, examples=[1.2])
-    """Exponent of the Zipf law: the i-th most popular expert, from 0, is chosen in proportion to (i + 1) ^ -alpha. The
-    seed permutes the experts."""
+    """Exponent of the Zipf law: the i-th most popular expert, from 0, is chosen in proportion to (i + 1) ^ -alpha."""
     share: float = Field(default=0.5, ge=0, le=1, examples=[0.9])
-    """Share of the tokens whose first choice is the hot expert. The seed chooses that expert."""
+    """Share of the tokens whose first choice is the hot expert."""
     file: str | None = Field(default=None, min_length=1, examples=["ids.npy"])
-    """File of recorded expert ids for kind trace, relative to the config: integers that numpy.save wrote, with shape
-    [tokens, topk] or [steps, tokens, topk]. The tokens are those of one rank, or of all ranks one after the other.
-    `raymoe.moe.RoutingTrace` writes such a file."""
+    """File of recorded expert ids, relative to the config: integers that numpy.save wrote, of shape [tokens, topk] or
+    [steps, tokens, topk], with the tokens of one rank or of all. `raymoe.moe.RoutingTrace` writes it."""
     masked: float = Field(default=0.0, ge=0, le=1, examples=[0.1])
-    """Share of the ids that are -1, which means no expert."""
+    """Share of the ids that are -1, no expert."""
     ragged: bool = Field(default=False, examples=[True])
-    """Whether ranks hold different numbers of tokens: one rank none, one shape.tokens, the others from 1 to that."""
+    """Whether ranks hold different numbers of tokens: one rank none, one shape.tokens."""
 
 
 class WireSection(Section):
     """Types of the rows on the link."""
 
     dispatch: DispatchWire | None = Field(default=None, examples=["float8_e4m3"])
-    """Type of rows on the way to the experts. Default: the shape's dtype; or float8_e4m3, one scale for 128 values."""
+    """Type of rows on the way to the experts; float8_e4m3 has a scale for 128 values. Default: shape.dtype."""
     combine: Dtype | None = Field(default=None, examples=["float32"])
-    """Type of rows on the way back. Default: the shape's dtype. Each rank sums its experts' rows of a token in float32
-    and rounds once to this type. The source sums these in float32 and rounds once to the shape's dtype."""
+    """Type of rows on the way back. Each rank sums a token's rows in float32 and rounds once to this type. Default:
+    shape.dtype."""
 
 
 class NetSection(Section):
     """Rows between domains of GPU ranks."""
 
     chunk: Annotated[Tokens | Literal["auto"], BeforeValidator(_auto_or_tokens)] = Field(default="auto", examples=[512])
-    """Tokens of a chunk. Rows and sums cross the network chunk by chunk, and the exchange inside a domain (fused) runs
-    beside that. auto: at most 8 chunks of at least 4 MiB, and one chunk where the exchange inside takes all rows at
-    once, or sms leaves no SM to NCCL."""
+    """Tokens that cross the network at a time, while the exchange inside a domain (fused) runs. auto: at most 8 chunks
+    of at least 4 MiB; one where the exchange inside takes all rows at once, or sms leaves no SM to NCCL."""
 
 
 class ExchangeSection(Section):
@@ -265,37 +262,37 @@ class ExchangeSection(Section):
     backend: Literal[
         "auto", "fused", "staged", "collective", "allgather", "host", "row_push", "nccl_bare", OtherSystem
     ] = Field(default="auto", examples=["collective"])
-    """How rows move. GPU ranks: one kernel each way (fused) or several (staged). CPU ranks: shared memory (host).
-    Both: NCCL or Gloo (collective, allgather). The others are no exchanges and serve comparison on GPUs. row_push only
-    pushes rows to known slots: a limit for dispatch. nccl_bare makes only the NCCL calls that collective and allgather
-    make. nvshmem is torch's all_to_all_vdev_2d. deepep_v2 is the elastic buffer of DeepEP, and nccl_ep and nccl_ep_ll
-    are NCCL EP by its high-throughput and low-latency kernels, if they are installed."""
+    """GPU ranks: one kernel each way (fused) or several (staged). CPU ranks: shared memory (host). Both: NCCL or Gloo
+    (collective, allgather). The others serve comparison on GPUs: row_push pushes rows to known slots, nccl_bare makes
+    only NCCL's calls, nvshmem is torch's all_to_all_vdev_2d; deepep_v2, nccl_ep and nccl_ep_ll are libraries to
+    install."""
     transport: Literal["auto", "copy_engine"] = Field(default="auto", examples=["copy_engine"])
-    """Transport of the rows of dispatch. auto: the backend's own way. copy_engine (staged only): the copy engine sends
-    all rows to every rank and occupies no SM."""
+    """auto: the backend's own way. copy_engine (staged only): it sends all rows to every rank and occupies no SM."""
     layout: Literal["expert", "rank", "token"] = Field(default="expert", examples=["rank"])
-    """Received rows: expert by expert, as they arrive from each rank, or one row for each token and rank (token), which
-    workload exchange has. deepep_v2 and nccl_ep give such rows with rank and token."""
+    """Received rows: expert by expert, as they arrive from each rank, or one for each token and rank (token; workload
+    exchange only)."""
     alignment: int = Field(default=16, ge=1, le=MOST_ALIGNMENT, examples=[128])
-    """The rows of each expert start at a multiple of this many rows, as a grouped matrix product wants them."""
+    """The rows of each expert start at a multiple of this many rows."""
     padding: Literal["any", "zero"] = Field(default="any", examples=["zero"])
-    """Content of the gaps between experts: unspecified (any), or zeros, which gradients of weights need."""
+    """Gaps between experts: unspecified, or zeros, which gradients of weights need."""
+    slots: int | None = Field(default=None, ge=1, le=MOST_EXPERTS, examples=[36])
+    """Expert slots of a rank (workload exchange only). A plan for the case's load places the experts, and copies of
+    those with most load. Loads in results are those of slots."""
     sms: Annotated[Count | Literal["auto"], BeforeValidator(_auto_or_count)] = Field(default="auto", examples=[48])
-    """SMs of a GPU that the exchange's kernels may take: all (auto), or a number. Beside a matrix product fewer than
-    half of them are best, 48 or 64 on H200. collective and allgather take as many as NCCL does."""
+    """SMs that the exchange's kernels may take: all (auto), or a number. Beside a matrix product 48 or 64 are best on
+    H200. NCCL chooses for collective and allgather."""
     capacity: Annotated[Rows | Factor | Literal["worst"], BeforeValidator(_rows_or_worst)] = Field(
         default="worst", examples=[8192, 1.25]
     )
-    """C, the most rows that a rank can receive: enough for the worst routing (worst), or a number. A number with a
-    decimal point is a factor of the mean, tokens x topk rows, to which the gaps between experts come; with layout token
-    of tokens x the smaller of topk and ranks. If more arrive, all ranks refuse the step, and the run ends with exit
-    code 7."""
+    """C, the most rows that a rank can receive: enough for any routing (worst), a number, or with a decimal point a
+    factor of the mean, tokens x topk (layout token: x the smaller of topk and ranks). If more arrive, all ranks refuse
+    the step: exit code 7."""
     wire: Annotated[WireSection, BeforeValidator(_name_or_mapping)] = Field(
         default=WireSection(), examples=["float8_e4m3"]
     )
-    """Types of the rows on the link. A plain name sets dispatch."""
+    """A plain name sets dispatch."""
     output: Literal["raw", "dequantised"] = Field(default="dequantised", examples=["raw"])
-    """Result of dispatch for float8_e4m3 rows: values and scales (raw), or rows in the shape's dtype (dequantised)."""
+    """Result of dispatch: values and scales (raw), or rows in shape.dtype."""
     net: NetSection = Field(default=NetSection(), examples=[{"chunk": 512}])
     """How rows cross the network between domains of GPU ranks."""
 
@@ -304,43 +301,40 @@ class StepsSection(Section):
     """The steps of a case: how many, how they start, and which are checked."""
 
     warmup: int = Field(default=5, ge=0, le=1_000_000, examples=[20])
-    """Steps before the clock starts."""
+    """Steps that are not timed."""
     count: int = Field(default=50, ge=1, le=1_000_000, examples=[200])
-    """Timed steps. Each gives one sample for each operation: the time of the slowest rank."""
+    """Timed steps. A sample is the time of the slowest rank."""
     graph: Annotated[Literal["auto", True, False], BeforeValidator(_auto_or_boolean)] = Field(
         default="auto", examples=[False]
     )
-    """Whether steps are replayed from a CUDA graph. auto means yes if possible; true is an error where it is not. CPU
-    ranks have no graphs."""
+    """Whether steps are replayed from a CUDA graph. auto: yes if possible; true: an error where it is not."""
     verify: bool = Field(default=True, examples=[False])
-    """Whether an oracle checks the first, the last and every 50th step, outside the timing. A wrong result ends the run
-    with exit code 6."""
+    """Whether an oracle checks the first, the last and every 50th step, untimed. A wrong result: exit code 6."""
     trace: bool = Field(default=False, examples=[True])
-    """Whether the kernels of `fused` record when their blocks reach each point. Extra calls after the steps record this
-    for the lines of dispatch and combine. The steps become a little slower."""
+    """Whether the kernels record when their blocks reach each point. Steps become a little slower."""
 
 
 class P2pSection(Section):
     """Copies between two ranks."""
 
     protocol: Literal["put", "get"] = Field(default="put", examples=["get"])
-    """Which rank moves the bytes: the source (put) or the destination (get)."""
+    """The source (put) or the destination (get) moves the bytes."""
     transports: Annotated[
         tuple[Literal["auto", "copy_engine", "tma", "collective", "host"], ...], Field(strict=False, min_length=1)
     ] = Field(default=("auto",), examples=[["copy_engine", "tma"]])
-    """Transports to measure. GPU ranks: copy_engine, tma or collective (NCCL). CPU ranks: host. auto fits either."""
+    """GPU ranks: copy_engine, tma or collective (NCCL). CPU ranks: host."""
     bytes: Annotated[tuple[Size, ...], Field(strict=False, min_length=1)] = Field(
         default=(4096, 1048576), examples=[["4KiB", "256MiB"]]
     )
-    """Message sizes: a number of bytes, or a number with a unit. Each size is measured."""
+    """Message sizes, all of which are measured."""
     pattern: Literal["pairs", "all_to_all"] = Field(default="pairs", examples=["all_to_all"])
     """One pair of ranks after the other (pairs), or all ranks at once (all_to_all)."""
     pairs: Annotated[Literal["all"] | tuple[tuple[int, int], ...], BeforeValidator(_all_or_pairs)] = Field(
         default="all", examples=[[[0, 1], [1, 0]]]
     )
-    """Pairs to measure, as [source, destination]. If all links are alike, one pair is enough."""
+    """Pairs of [source, destination]. One is enough if links are alike."""
     sms: Annotated[Count | Literal["auto"], BeforeValidator(_auto_or_count)] = Field(default="auto", examples=[16])
-    """SMs of a GPU that all tma copies of a rank may take together. The other transports have no such limit."""
+    """SMs that all tma copies of a rank may take together."""
 
 
 PointwiseOp = Literal[
@@ -366,75 +360,73 @@ class PointwiseSection(Section):
 
     op: PointwiseOp = Field(default="rms_norm", examples=["layer_norm"])
     """The operation over tokens x hidden elements; of swiglu, tokens x 2 ffn. In swiglu_experts the tokens fill a
-    quarter of the rows, and offsets on the device tell how many. pointwise is silu(a) * b + c with a row vector c."""
+    quarter of the rows. pointwise is silu(a) * b + c with a row vector c."""
     stages: Annotated[Stages | Literal["auto"], BeforeValidator(_auto_or_stages)] = Field(default="auto", examples=[4])
-    """Stages of a block's pipeline in shared memory: as many as are best (auto), or a number."""
+    """Stages of a block's pipeline in shared memory."""
     sms: Annotated[Count | Literal["auto"], BeforeValidator(_auto_or_count)] = Field(default="auto", examples=[48])
-    """SMs of a GPU that raymoe's kernels may take: all (auto), or a number. The other systems take all."""
+    """SMs that raymoe's kernels may take: all (auto), or a number."""
 
 
 class ProductsSection(Section):
     """The products of experts: gate and up, the same with SwiGLU, and down."""
 
     rows: int = Field(default=256, ge=1, le=2**20, examples=[64])
-    """Rows of an expert on average; with kind hot, those of the hot one. A rank has experts / ranks experts."""
+    """Rows of an expert on average; with kind hot, those of the hot one."""
     dtype: Dtype = Field(default="bfloat16", examples=["float16"])
     """The element type of rows and weights."""
     kind: Literal["equal", "uniform", "zipf", "hot"] = Field(default="uniform", examples=["hot"])
-    """How rows are spread: every expert has as many (equal); each row has any expert with equal chance (uniform), or
-    the i-th most popular one in proportion to 1 / i (zipf); or one expert has them, and each other one 4 (hot)."""
+    """Every expert has as many rows (equal), each row any expert with equal chance (uniform) or in proportion to 1 / i
+    (zipf), or one expert has them and each other one 4 (hot)."""
 
 
 class RouterSection(Section):
     """The router of a layer."""
 
     kind: Literal["given", "softmax", "sigmoid", "chosen"] = Field(default="given", examples=["sigmoid"])
-    """Scores of experts. given: the layer has no router and no norm, and tokens follow the section routing. Else the
-    layer's own router chooses: softmax over all experts (Mixtral, Qwen3), sigmoid of each (DeepSeek-V3), or softmax
-    over the chosen (gpt-oss)."""
+    """given: no router and no norm; tokens follow the section routing. Else the layer's own router: softmax over all
+    experts (Mixtral, Qwen3), sigmoid of each (DeepSeek-V3), or softmax over the chosen (gpt-oss)."""
     groups: int = Field(default=1, ge=1, le=1024, examples=[8])
-    """Groups that the experts are in. A group's score is the sum of its two best experts."""
+    """Groups of experts. A group's score is the sum of its two best."""
     topk_groups: int = Field(default=1, ge=1, le=1024, examples=[4])
     """The best groups, whose experts compete."""
     scale: float = Field(default=1.0, gt=0, le=1000, examples=[2.5])
-    """Factor of the weights, which sum to one before."""
+    """Factor of the weights, which sum to one before it."""
 
 
 class LayerSection(Section):
     """A whole layer: norm, router, dispatch, experts, combine, shared expert, and x added."""
 
     backward: bool = Field(default=False, examples=[True])
-    """Whether a step has a backward pass too: gradients of the tokens and of all weights."""
+    """Whether a step has a backward pass: gradients of tokens and weights."""
     recompute: bool = Field(default=False, examples=[True])
-    """Whether the backward pass computes the forward pass again in the place of keeping its results."""
+    """Whether the backward pass computes the forward pass again."""
     shared: int = Field(default=0, ge=0, le=2**20, examples=[2048])
-    """Inner size of the shared expert, which all tokens pass through; 0: there is none."""
+    """Inner size of the shared expert; 0: there is none."""
     router: RouterSection = Field(default=RouterSection(), examples=[{"kind": "sigmoid"}])
     """The router of the layer, or none."""
     experts: Literal["swiglu", "gpt_oss"] = Field(default="swiglu", examples=["gpt_oss"])
-    """The experts: SwiGLU, or those of gpt-oss, which clamp it and add biases in both products."""
+    """SwiGLU, or gpt-oss, which clamps it and adds biases."""
 
 
 class TrainSection(Section):
-    """The soak of workload train: a small model in training, its checkpoints, and the unsharded run beside it."""
+    """A small model in training, its checkpoints, and the unsharded run beside it, as a soak."""
 
     layers: int = Field(default=2, ge=1, le=64, examples=[4])
-    """Layers of the model, one after the other: RMSNorm, sigmoid router, experts, and x added."""
+    """Layers of the model: RMSNorm, sigmoid router, experts, and x added."""
     oracle: int = Field(default=20, ge=0, le=100_000, examples=[50])
-    """The first steps whose losses are compared with those of the same model unsharded. Each rank trains that too, so
-    these steps take longer. A wrong loss ends the run with exit code 6."""
+    """The first steps, in which each rank also trains the model unsharded and compares the losses. A wrong loss: exit
+    code 6."""
     checkpoint_every: int = Field(default=50, ge=1, le=1_000_000, examples=[200])
-    """Steps between two checkpoints. After a lost rank all ranks go on from the last one, if world.restarts allows."""
+    """Steps between two checkpoints. After a lost rank all ranks go on from the last one."""
     folder: str | None = Field(default=None, min_length=1, examples=["/shared/soak"])
-    """Folder of the checkpoints, which all ranks reach. Default: a temporary one of the node, named by the run. It is
-    removed after the last step; after a run that failed it stays for --resume."""
+    """Folder of the checkpoints, which all ranks reach: removed after the last step, kept after a failure for --resume.
+    Default: a temporary one of the node."""
 
 
 class OverlapSection(Section):
     """The matrix product beside an exchange."""
 
     rows: int = Field(default=6144, ge=1, le=2**24, examples=[12288])
-    """Rows of the matrix product beside the exchange: rows x hidden times hidden x columns, in the shape's dtype."""
+    """Rows of the product: rows x hidden times hidden x columns, in shape.dtype."""
     columns: int = Field(default=4096, ge=1, le=2**20, examples=[2048])
-    """Columns of that product. With hidden 7168 in bfloat16 the default takes about as long as a dispatch of 4096
-    tokens a rank between four H200."""
+    """Columns of the product."""

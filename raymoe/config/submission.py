@@ -90,69 +90,68 @@ Packages = Annotated[
 
 
 class RuntimeEnvSection(Section):
-    """The files, packages and variables of the job's processes. Ray reads it; its documentation has the details."""
+    """Files, packages and variables of the job's processes, as Ray's documentation explains."""
 
     working_dir: Text | None = Field(default=None, examples=["."])
     """Directory to upload, relative to this file; the job runs in it. Or the URL of a zip file."""
     excludes: Texts = Field(default=(), examples=[["*.ckpt"]])
-    """Patterns of files not to upload, as in a .gitignore. Always left out: .git, .venv, runs, and what .gitignore and
-    .rayignore of the directory name."""
+    """Patterns of files not to upload, besides .git, .venv, runs, and those of .gitignore and .rayignore."""
     py_modules: Texts = Field(default=(), examples=[["../my_package"]])
-    """Python packages to upload: directories or wheels, relative to this file, or URLs."""
+    """Packages to upload: directories or wheels, relative to this file, or URLs."""
     env_vars: dict[str, str] = Field(default_factory=dict, examples=[{"NCCL_DEBUG": "WARN"}])
-    """Environment variables of the run and of its ranks."""
+    """Environment of the run and its ranks."""
     pip: Packages | None = Field(default=None, examples=[["numpy>=2"]])
-    """Packages to install by pip before the job starts. To install torch takes minutes: use an image that has it."""
+    """Packages to install by pip. For torch an image is faster."""
     uv: Packages | None = Field(default=None, examples=["requirements.txt"])
-    """Packages to install by uv before the job starts."""
+    """Packages to install by uv."""
     conda: Packages | None = Field(default=None, examples=["raymoe-env"])
-    """Name of a conda environment, a file that describes one, or its content."""
+    """Conda environment: its name, file or content."""
     image_uri: Text | None = Field(default=None, examples=["registry.example/raymoe:0.1"])
-    """Container image that the job runs in."""
+    """Container image of the job."""
     py_executable: Text | None = Field(default=None, examples=["uv run"])
     """Command that starts Python for the ranks."""
     worker_process_setup_hook: Text | None = Field(default=None, examples=["my_package.setup"])
-    """Function, as module.name, that each rank calls at its start."""
+    """Function that each rank calls at its start."""
     nsight: Annotated[Any, BeforeValidator(_text_or_mapping), WithJsonSchema(_TEXT_OR_MAPPING)] = Field(
         default=None, examples=["default"]
     )
-    """Options of Nsight Systems for the ranks, or default."""
+    """Options of Nsight Systems, or default."""
     config: dict[str, Any] = Field(default_factory=dict, examples=[{"setup_timeout_seconds": 600}])
     """Options of Ray for the set-up of these."""
 
 
 class EntrypointSection(Section):
-    """The resources of the driver, the process that drives the run. If all are left out, it runs on the head node."""
+    """Resources to reserve for the driver. Without any it runs on the head node."""
 
     cpus: float = Field(default=0.0, ge=0, le=1024, examples=[1])
-    """CPUs to reserve for the driver."""
+    """CPUs of the driver."""
     gpus: float = Field(default=0.0, ge=0, le=1024, examples=[1])
-    """GPUs to reserve for the driver. It uses none: ranks ask for theirs."""
+    """GPUs of the driver, which uses none."""
     memory: Size | None = Field(default=None, examples=["2GiB"])
-    """Memory to reserve for the driver."""
+    """Memory of the driver."""
     resources: dict[str, Annotated[float, Field(ge=0)]] = Field(default_factory=dict, examples=[{"driver_slot": 1}])
-    """Custom resources to reserve for the driver."""
+    """Custom resources of the driver."""
     labels: dict[str, str] = Field(default_factory=dict, examples=[{"ray.io/node-group": "cpu"}])
-    """Labels of the node to run the driver on."""
+    """Labels of the driver's node."""
 
 
 class Submission(Section):
     config: Text | None = Field(default=None, examples=["quickstart"])
-    """Config to run: a packaged config's name, or a file in runtime_env.working_dir, relative to this file. Required,
-    unless there is a program."""
+    """A packaged config's name, or a file in runtime_env.working_dir, relative to this file. Required without a
+    program."""
     program: ProgramSection = ProgramSection()
     set: dict[str, Any] = Field(default_factory=dict, examples=[{"world.ranks": 8, "matrix.shape.tokens": [128, 512]}])
-    """Keys of the config to change. `raymoe submit --set` changes them after this."""
+    """Keys of the config to change, before `raymoe submit --set` does."""
     address: Annotated[str | None, BeforeValidator(_address)] = Field(default=None, examples=["http://head:8265"])
-    """Address of the cluster: http://HOST:8265 (its dashboard), HOST:6379, or auto. Default: RAY_API_SERVER_ADDRESS,
-    else RAY_ADDRESS."""
+    """http://HOST:8265 (the cluster's dashboard), HOST:6379, or auto. Default: RAY_API_SERVER_ADDRESS, else
+    RAY_ADDRESS."""
     runtime_env: RuntimeEnvSection = RuntimeEnvSection()
     entrypoint: EntrypointSection = EntrypointSection()
     metadata: dict[str, str] = Field(default_factory=dict, examples=[{"team": "mine"}])
     """Texts that Ray's dashboard shows with the job."""
     out: Annotated[str | None, BeforeValidator(_out)] = Field(default=None, examples=["/shared/results/{run}"])
-    """Run directory on the cluster: an absolute path, ~/… or a URL such as s3://bucket/runs/{run}. {run} becomes the
-    name of the run. Default: ~/raymoe_runs/{run} on the driver's node. A program cannot have a URL."""
+    """Run directory on the cluster: an absolute path, ~/… or, for a config, a URL such as s3://bucket/runs/{run}. {run}
+    becomes the run's name. Default: ~/raymoe_runs/{run} on the driver's node."""
 
 
 def submission_schema() -> dict[str, Any]:

@@ -42,7 +42,7 @@ def job_schema() -> dict[str, Any]:
     properties = schema["properties"]
     parent = {
         "type": "string",
-        "description": "Path of a parent config, relative to this one. Maps merge, lists replace those of the parent.",
+        "description": "Parent config, relative to this one. Maps merge, lists replace those of the parent.",
         "examples": ["base.yaml"],
     }
     swept = {key: {"type": "array", "minItems": 1, "items": _at(schema, key)} for key in sweepable(key_tree())}

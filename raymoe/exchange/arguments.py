@@ -6,6 +6,7 @@ A correct tensor passes one short test. A tensor that fails it is checked again 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from types import CodeType
 from typing import Any
 
 import torch
@@ -34,6 +35,20 @@ def refuse_tracing(op: str) -> None:
         )
     if _torch._len_torch_dispatch_stack() and _torch._get_dispatch_mode(_torch._TorchDispatchModeKey.FAKE) is not None:
         raise ConfigError(f"{op} under FakeTensorMode, where nothing is computed; call it outside of the mode")
+
+
+def leave_untraced(code: CodeType) -> None:
+    """Keep torch.compile out of frames of this code and of the functions that they call.
+
+    `torch.compiler.disable` does the same, but its import takes a second and each call microseconds. These names are
+    private to torch. Where a version lacks them, a compiled caller must wrap the calls in `torch.compiler.disable`.
+    """
+    try:
+        frames = _torch._dynamo.eval_frame
+        strategy = frames._FrameExecStrategy(frames._FrameAction.SKIP, frames._FrameAction.SKIP)
+        frames.set_code_exec_strategy(code, strategy)
+    except AttributeError:
+        return
 
 
 @dataclass(frozen=True)
@@ -107,6 +122,13 @@ class Arguments:
         if scales is not None:
             scales = _detached(self._tensor(self._scales, scales, n))
         return Tokens(_detached(rows), idx, _detached(weights), self._count(num_tokens, n), scales, zero_gaps, site)
+
+    def ids(self, topk_idx: object) -> torch.Tensor:
+        """Check the ids of a dispatch alone."""
+        ids = self._tensor(self._topk_idx, topk_idx, None)
+        if len(ids) > self._spec.tokens:
+            raise ConfigError(f"topk_idx has {len(ids)} rows; this exchange was made for at most {self._spec.tokens}")
+        return ids
 
     def _split_pair(self, x: object) -> tuple[object, object | None]:
         """Split a pair of values and scales. Anything but a tuple has no scales."""

@@ -180,6 +180,12 @@ class Backend(Protocol):
         Rows go to `out`, [C, H], which is None with layout `rank`. The result's `_owner` is this backend.
         """
 
+    def mark(self, got: Dispatched, digest: torch.Tensor) -> None:
+        """Let the combine of `got` be refused if other ranks' dispatches were marked differently.
+
+        `digest` is int32[1] on the device. All ranks mark a dispatch, at once, or none does.
+        """
+
     def combine(self, rows: torch.Tensor, got: Dispatched, weighted: bool, out: torch.Tensor) -> None:
         """Return the sums of `rows` to their tokens' ranks, and write all of y to `out`, [T', H].
 

@@ -92,7 +92,7 @@ def choose(world: World, spec: ExchangeSpec, request: ExchangeRequest) -> Choice
                 raise ConfigError(f"{key} is {theirs[key]!r} on rank {rank} and {here}; an exchange has one spec")
     if problem is not None:
         raise problem
-    device = world.device.type
+    spec, device = spec.over_slots(world.size), world.device.type
     names = _names_to_try(world, spec) if request.backend == "auto" else (request.backend,)
     between = device == "cuda" and world.domains > 1
     make = _choose_between_domains if between else _make_choice
@@ -315,6 +315,8 @@ def _request_error(world: World, spec: object, request: ExchangeRequest) -> Conf
     device = world.device.type
     if not isinstance(spec, ExchangeSpec):
         return ConfigError(f"spec is a {type(spec).__name__}; an ExchangeSpec is needed")
+    if spec.placed_experts:
+        return ConfigError(f"placed_experts is {spec.placed_experts}; give slots, and experts as callers number them")
     if spec.expert_group != 1:
         return ConfigError(f"expert_group is {spec.expert_group}; only the exchange inside a domain has groups")
     if request.backend not in backends_of(device):

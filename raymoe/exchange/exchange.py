@@ -6,17 +6,20 @@ import copy
 import itertools
 import weakref
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
-from types import CodeType, TracebackType
+from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self
 
 import torch
 
-from raymoe.errors import CaptureError, ConfigError, PeerTimeout, PlacementError, RaymoeError
-from raymoe.exchange.arguments import Arguments, capturing, refuse_overlap, refuse_tracing
+from raymoe.errors import CaptureError, ConfigError, PeerTimeout, RaymoeError
+from raymoe.exchange.arguments import Arguments, capturing, leave_untraced, refuse_overlap, refuse_tracing
 from raymoe.exchange.backend import HARMLESS_ERRORS, Backend, Dispatched, Ids, PendingCombine, SplitBackend, Tokens
 from raymoe.exchange.calls import Calls, one_at_a_time
 from raymoe.exchange.choice import ExchangeRequest, choose, make_backend
+from raymoe.exchange.own_rows import own_rows
+from raymoe.exchange.slots import SlotExperts, SlotTable
 from raymoe.exchange.spec import ExchangeSpec
 from raymoe.fp8 import FP8
 from raymoe.memory.one_process import OfOneProcess
@@ -87,8 +90,10 @@ class Exchange(OfOneProcess):
         self.chunks: int | None = choice.chunks(spec.tokens) if world.domains > 1 else None
         """The number of chunks in which rows cross between domains. None in a world of one domain."""
         self._arguments = Arguments(spec, world.size, world.device)
-        self._own = _own_rows(world, spec)
-        self._backend = make_backend(choice, world, spec, workspace)
+        self._own = own_rows(world, spec)
+        self._backend = make_backend(choice, world, spec.over_slots(world.size), workspace)
+        self._tables = {} if spec.slots is None else {0: SlotTable(world, spec)}
+        """The placement of each call site that has one of its own; 0: that of all others."""
         # For each block of the exchange's own memory, by address: the result whose rows it holds.
         self._holders: dict[int, weakref.ref[Dispatched] | None] = {block.data_ptr(): None for block in self._own}
         self._turn = 0
@@ -166,9 +171,10 @@ class Exchange(OfOneProcess):
         without gradients need no zeros.
         """
         self._ready("dispatch")
-        tokens = self._arguments.dispatch(x, topk_idx, topk_weights, num_tokens, zero_gaps)
-        got = self._dispatch(self._backend.dispatch, tokens, out)
-        self._keep_if_captured(tokens, got)
+        named = self._arguments.dispatch(x, topk_idx, topk_weights, num_tokens, zero_gaps)
+        tokens = self._over_slots(named)
+        got = self._marked(self._dispatch(self._backend.dispatch, tokens, out))
+        self._keep_if_captured(named, tokens, got)
         return got
 
     @one_at_a_time
@@ -195,9 +201,10 @@ class Exchange(OfOneProcess):
         Until then the result holds nothing, and the caller must not change `x`, `topk_idx` or `topk_weights`.
         """
         backend = self._split_backend("dispatch_send")
-        tokens = self._arguments.dispatch(x, topk_idx, topk_weights, num_tokens)
+        named = self._arguments.dispatch(x, topk_idx, topk_weights, num_tokens)
+        tokens = self._over_slots(named)
         self._pending_dispatch, self._tokens = self._dispatch(backend.dispatch_send, tokens, out), tokens
-        self._keep_if_captured(tokens, self._pending_dispatch)
+        self._keep_if_captured(named, tokens, self._pending_dispatch)
         return self._pending_dispatch
 
     @one_at_a_time
@@ -208,7 +215,7 @@ class Exchange(OfOneProcess):
         with self._poisoning:
             backend.dispatch_receive(got, self._tokens)
         self._pending_dispatch = self._tokens = None
-        return got
+        return self._marked(got)
 
     @one_at_a_time
     def combine_send(
@@ -235,9 +242,9 @@ class Exchange(OfOneProcess):
 
     @one_at_a_time
     def dispatch_unkept(self, tokens: Tokens, out: torch.Tensor | None) -> Dispatched:
-        """Dispatch tokens, which are checked here."""
+        """Dispatch tokens, which are checked here. With slots the ids are those of `slots_of`."""
         self._ready("dispatch")
-        return self._dispatch(self._backend.dispatch, self._checked(tokens), out)
+        return self._marked(self._dispatch(self._backend.dispatch, self._checked(tokens), out))
 
     def _checked(self, tokens: Tokens) -> Tokens:
         x = tokens.x if tokens.scales is None else (tokens.x, tokens.scales)
@@ -359,6 +366,62 @@ class Exchange(OfOneProcess):
         if self._poison is None and self._workspace is not None and not self._closed:
             return self._workspace.error.error()
         return self._poison
+
+    @one_at_a_time
+    def place(self, placement: SlotExperts | torch.Tensor, *, site: int = 0) -> None:
+        """Let slots hold the experts of a placement from the next dispatch on. Only with `ExchangeSpec(slots=...)`.
+
+        All ranks call it before the same dispatch, with the same placement: a combine is refused on all ranks where
+        their dispatches had different ones. The caller moves the weights. `site` is the number of the only call site,
+        such as a layer, that has this placement.
+
+        At first each expert has one slot, in ascending order. On GPUs the host waits for the current stream, and graphs
+        that are replayed on it later read the new table.
+
+        >>> from raymoe import Exchange, ExchangeSpec, World
+        >>> world = World.open(rank=0, size=1)
+        >>> world.wire([world.descriptor()])
+        >>> spec = ExchangeSpec(tokens=3, hidden=8, experts=2, topk=1, dtype="float32", alignment=1, slots=3)
+        >>> with world, Exchange(world, spec) as exchange:
+        ...     exchange.place(torch.tensor([[1, 0, 1]]))
+        ...     got = exchange.dispatch(torch.ones(3, 8), torch.tensor([[1], [0], [1]]), torch.ones(3, 1))
+        ...     got.expert_counts.tolist()
+        [1, 1, 1]
+        """
+        if capturing(self.world.device):
+            raise CaptureError("place was called in a capture; call it before, and replays read what was placed last")
+        self._ready("place")
+        self._table_of(0)
+        if self._pending_dispatch is not None:
+            raise ConfigError("place between dispatch_send and dispatch_receive; call it after dispatch_receive")
+        table = self._tables.get(site) or SlotTable(self.world, self.spec)
+        experts: Any = placement
+        table.write(getattr(experts, "experts", experts))
+        self._tables[site] = table
+
+    def placement(self, site: int = 0) -> torch.Tensor:
+        """Return the expert of each slot, int32[ranks, slots] on the CPU; -1: the slot is empty."""
+        return self._table_of(site).experts.clone()
+
+    def slots_of(self, topk_idx: torch.Tensor, site: int = 0) -> torch.Tensor:
+        """Return the slot of each entry of a dispatch, as `dispatch_unkept` takes them; the ids where none has any."""
+        return self._table_of(site).slots_of(self._arguments.ids(topk_idx)) if self._tables else topk_idx
+
+    def _table_of(self, site: int) -> SlotTable:
+        if not self._tables:
+            raise ConfigError("a placement on an exchange without slots; make it with ExchangeSpec(slots=...)")
+        return self._tables.get(site) or self._tables[0]
+
+    def _over_slots(self, tokens: Tokens) -> Tokens:
+        if not self._tables:
+            return tokens
+        return replace(tokens, topk_idx=self._table_of(tokens.site).slots_of(tokens.topk_idx))
+
+    def _marked(self, got: Dispatched) -> Dispatched:
+        """Let the combine of this dispatch compare the ranks' placements."""
+        if self._tables:
+            self._backend.mark(got, self._table_of(got.site).digest)
+        return got
 
     @one_at_a_time
     def close(self, together: bool = True) -> None:
@@ -489,22 +552,7 @@ class Exchange(OfOneProcess):
         return self._own[self._turn % len(self._own)]
 
 
-def _leave_untraced(code: CodeType) -> None:
-    """Keep torch.compile out of frames of this code and of the functions that they call.
-
-    `torch.compiler.disable` does the same, but its import takes a second and each call microseconds. These names are
-    private to torch. Where a version lacks them, a compiled caller must wrap the calls in `torch.compiler.disable`.
-    """
-    core: Any = torch._C  # torch's type stubs lack these names
-    try:
-        frames = core._dynamo.eval_frame
-        strategy = frames._FrameExecStrategy(frames._FrameAction.SKIP, frames._FrameAction.SKIP)
-        frames.set_code_exec_strategy(code, strategy)
-    except AttributeError:
-        return
-
-
-_leave_untraced(Exchange.dispatch.__code__)  # all guarded calls run this one code object
+leave_untraced(Exchange.dispatch.__code__)  # all guarded calls run this one code object
 
 
 class _Poisoning:
@@ -556,22 +604,3 @@ def _let_go(backend: Backend, own: list[torch.Tensor]) -> None:
     """Close the backend of an exchange that was dropped, then release the rows that its kernels write to."""
     backend.close(together=False)
     own.clear()
-
-
-def _own_rows(world: World, spec: ExchangeSpec) -> list[torch.Tensor]:
-    """Allocate the exchange's own memory for rows, on all ranks or on none: all raise where one cannot."""
-    dtype: torch.dtype = getattr(torch, spec.output_dtype)
-    shape, blocks = (spec.rows(world.size), spec.hidden), spec.depth if spec.layout != "rank" else 0
-    if not blocks:
-        return []
-    rows, problem = [], None
-    try:
-        rows = [torch.empty(shape, dtype=dtype, device=world.device) for _ in range(blocks)]
-    except RuntimeError as error:  # torch's error for a lack of memory; on GPUs a subclass
-        reason = (str(error).splitlines() or [type(error).__name__])[0]
-        problem = PlacementError(
-            f"rank {world.rank} cannot allocate {blocks} times {shape[0]} rows of {shape[1]} {dtype}: take a smaller "
-            f"capacity or depth ({reason})"
-        )
-    world.agree(problem, "exchange: memory for rows")
-    return rows

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import IntEnum
 
 from raymoe.errors import DataRefused
@@ -23,12 +23,17 @@ CARRIES = 2
 """The bit in `other` of a combine that also returns gradients of weights."""
 SITE_BITS, SITE_SHIFT = 29, 2
 """The bits of a call site's number, which is 0 where there is none, and their place in `other`."""
+DIGEST_SHIFT = 32
+"""The place of a placement's digest in the number of a dispatch that a combine sends."""
+_DISPATCH = (1 << DIGEST_SHIFT) - 1
 
 
 class Cause(IntEnum):
     """The reason why a rank refuses a step, and the meaning of the two numbers beside it."""
 
-    NONE = 0  # other: whether the combine is weighted, plus CARRIES, plus the site; number: the dispatch it combines
+    # other: whether the combine is weighted, plus CARRIES, plus the site; number: the dispatch it combines, and in the
+    # 32 bits above the digest of its placement
+    NONE = 0
     ID = 1  # other: the token, number: the id
     CAPACITY = 2  # number: the rows needed
     COUNT = 3  # other: the source, number: the rows that it announced
@@ -60,8 +65,10 @@ class Refusal:
 
     def sentence(self, rank: int, spec: ExchangeSpec, ranks: int) -> str:
         if self.cause is Cause.ID:
-            last = spec.experts - 1
-            return f"rank {rank} asked for expert {self.number} for its token {self.other}; ids are -1 to {last}"
+            experts = spec.placed_experts or spec.experts
+            # An id without an expert became one without a slot.
+            number = self.number - (spec.experts - experts if self.number >= 0 else 0)
+            return f"rank {rank} asked for expert {number} for its token {self.other}; ids are -1 to {experts - 1}"
         if self.cause is Cause.CAPACITY:
             return f"{self.number} rows, gaps included, came to rank {rank}; its capacity is {spec.rows(ranks)}"
         if self.cause is Cause.TOKENS:
@@ -93,6 +100,15 @@ def status_of(refusal: Refusal, dispatch: int, weighted: bool, site: int = 0) ->
     return refusal or Refusal(Cause.NONE, int(weighted) | site << SITE_SHIFT, dispatch)
 
 
+def marked_number(dispatch: int, digest: int) -> int:
+    """Return the number that a combine sends for a dispatch with a placement of this digest.
+
+    >>> marked_number(3, digest=0), hex(marked_number(3, digest=0x7A))
+    (3, '0x7a00000003')
+    """
+    return dispatch | digest << DIGEST_SHIFT
+
+
 def status_of_backward(dispatch: int, site: int = 0) -> Refusal:
     """Return the status that a rank sends in the backward pass of its dispatch; dispatch 0: in no backward pass."""
     return Refusal(Cause.NONE, site << SITE_SHIFT, dispatch)
@@ -106,7 +122,7 @@ def judge_statuses(statuses: Sequence[Refusal], spec: ExchangeSpec) -> DataRefus
     Numbers are those of a rank's own dispatches. They may be equal although the ranks dispatched for different layers,
     so a difference of sites is named first.
 
-    >>> spec = ExchangeSpec(tokens=4, hidden=8, experts=4, topk=1)
+    >>> spec = ExchangeSpec(tokens=4, hidden=8, experts=4, topk=1, slots=2)
     >>> second, third = (status_of(NO_REFUSAL, number, weighted=True) for number in (2, 3))
     >>> judge_statuses([third, third], spec)
     >>> print(judge_statuses([third, third, second], spec))
@@ -119,6 +135,10 @@ def judge_statuses(statuses: Sequence[Refusal], spec: ExchangeSpec) -> DataRefus
     rank 0 combines rows of call site 1 and rank 2 rows of call site 2; all ranks call the same layers in one order
     >>> judge_statuses([Refusal(Cause.CAPACITY, 0, rows) for rows in (40, 56)], spec).rows_needed
     56
+    >>> stale = status_of(NO_REFUSAL, marked_number(3, digest=9), weighted=True)
+    >>> print(judge_statuses([stale, stale, third], spec.over_slots(2)))  # doctest: +NORMALIZE_WHITESPACE
+    rank 0 dispatched by placement 00000009 and rank 2 by placement 00000000; all ranks place the same experts before
+    the same dispatch
     """
     for rank, refusal in enumerate(statuses):
         if refusal:
@@ -131,6 +151,15 @@ def judge_statuses(statuses: Sequence[Refusal], spec: ExchangeSpec) -> DataRefus
                 f"rank 0 combines rows of {_site(first)} and rank {rank} rows of {_site(status)}; all ranks call the "
                 "same layers in one order"
             )
+    for rank, status in enumerate(statuses):
+        if (digest := status.number >> DIGEST_SHIFT) != first.number >> DIGEST_SHIFT:
+            return DataRefused(
+                f"rank 0 dispatched by placement {first.number >> DIGEST_SHIFT:08x} and rank {rank} by placement "
+                f"{digest:08x}; all ranks place the same experts before the same dispatch"
+            )
+    if spec.placed_experts:
+        statuses = [replace(status, number=_dispatch(status)) for status in statuses]
+        first = statuses[0]
     for rank, status in enumerate(statuses):
         if status.number != first.number:
             return DataRefused(
@@ -180,13 +209,17 @@ def judge_backward(statuses: Sequence[Refusal]) -> DataRefused | None:
             return DataRefused(f"rank 0 runs the backward pass of {sites}; {rule}")
     for rank, status in enumerate(statuses):
         if status.number != first.number:
-            numbers = f"its dispatch {first.number} and rank {rank} of its dispatch {status.number}"
+            numbers = f"its dispatch {_dispatch(first)} and rank {rank} of its dispatch {_dispatch(status)}"
             return DataRefused(f"rank 0 runs the backward pass of {numbers}; {rule}")
     return None
 
 
+def _dispatch(status: Refusal) -> int:
+    return status.number & _DISPATCH
+
+
 def _backward(status: Refusal) -> str:
-    return f"the backward pass of its dispatch {status.number}" if status.number else "no backward pass"
+    return f"the backward pass of its dispatch {_dispatch(status)}" if status.number else "no backward pass"
 
 
 def raise_first(statuses: Sequence[Refusal], spec: ExchangeSpec) -> None:

@@ -44,6 +44,7 @@ _MOST = {
     "topk": MOST_TOPK,
     "alignment": MOST_ALIGNMENT,
     "expert_group": MOST_EXPERTS,
+    "slots": MOST_EXPERTS,
 }
 
 
@@ -94,6 +95,8 @@ class ExchangeSpec:
       gives memory to each dispatch.
     - `transport` says what moves the rows of a dispatch: the backend's own kernel (`auto`), or with `staged` the copy
       engine. It sends all of a rank's rows to every other rank, and takes no SM.
+    - `slots` is the number of expert slots of a rank. `Exchange.place` says which expert each slot holds, so E is any
+      number, and an expert may have copies. Offsets and counts are per slot. None: expert e is on rank e // (E / R).
 
     >>> ExchangeSpec(tokens=512, hidden=1024, experts=32, topk=4).rows(ranks=4)
     8320
@@ -119,13 +122,19 @@ class ExchangeSpec:
     output: str = "dequantised"
     depth: int = 1
     transport: str = "auto"
+    slots: int | None = None
     expert_group: int = 1
     """Only for the exchange inside a domain (`inside`): a rank's experts form groups of `expert_group` neighbours. The
     first of a group begins at a multiple of `alignment`, and the others follow without gaps."""
+    placed_experts: int = 0
+    """Only for the exchange whose experts are slots (`over_slots`): the experts that callers name. 0: there are no
+    slots."""
 
     def __post_init__(self) -> None:
         for name, most in _MOST.items():
             value = getattr(self, name)
+            if name == "slots" and value is None:
+                continue
             if type(value) is not int or value < 1:
                 raise ConfigError(f"{name} is {value!r}; a whole number of at least 1 is needed")
             if value > most:
@@ -212,8 +221,15 @@ class ExchangeSpec:
 
     def check(self, ranks: int) -> None:
         """Raise if a world of this many ranks cannot use this spec."""
+        if self.slots is not None:
+            self._check_slots(ranks)
+            self.over_slots(ranks).check(ranks)
+            return
         if self.experts % ranks:
-            raise ConfigError(f"{self.experts} experts on {ranks} ranks; every rank holds the same number of them")
+            raise ConfigError(
+                f"{self.experts} experts on {ranks} ranks; every rank holds the same number of them: change one, or "
+                f"give slots, at least {-(-self.experts // ranks)}"
+            )
         if self.local_experts(ranks) % self.expert_group:
             raise ConfigError(
                 f"{self.local_experts(ranks)} experts a rank in groups of {self.expert_group}; all groups are whole"
@@ -228,8 +244,30 @@ class ExchangeSpec:
                 "take fewer tokens, ranks or topk, or a smaller alignment"
             )
 
+    def _check_slots(self, ranks: int) -> None:
+        assert self.slots is not None
+        if (every := ranks * self.slots) < self.experts:
+            raise ConfigError(
+                f"{self.experts} experts in {self.slots} slots on each of {ranks} ranks; every expert needs a slot: "
+                f"{-(-self.experts // ranks)} slots do"
+            )
+        if every > MOST_EXPERTS:
+            raise ConfigError(f"slots is {self.slots} on {ranks} ranks, {every} in all; at most {MOST_EXPERTS} are")
+
     def local_experts(self, ranks: int) -> int:
-        return self.experts // ranks
+        """Return L, the experts of a rank, or its slots."""
+        return self.experts // ranks if self.slots is None else self.slots
+
+    def over_slots(self, ranks: int) -> ExchangeSpec:
+        """Return the spec of the exchange whose experts are the slots of all ranks; itself without slots.
+
+        >>> spec = ExchangeSpec(tokens=8, hidden=64, experts=5, topk=2, slots=3).over_slots(ranks=2)
+        >>> spec.experts, spec.slots, spec.placed_experts
+        (6, None, 5)
+        """
+        if self.slots is None:
+            return self
+        return replace(self, experts=ranks * self.slots, slots=None, placed_experts=self.experts)
 
     def rows(self, ranks: int) -> int:
         """Return C, the rows of `x`.

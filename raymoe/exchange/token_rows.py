@@ -141,6 +141,11 @@ class TokenBackend:
         got.site = rows.site = choices.site = sent.site
         return got
 
+    def mark(self, got: Dispatched, digest: torch.Tensor) -> None:
+        saved = got.saved(SavedParts)
+        self.rows.mark(saved.rows, digest)
+        self._choices.mark(saved.choices, digest)
+
     @torch.no_grad()
     def combine(self, rows: torch.Tensor, got: Dispatched, weighted: bool, out: torch.Tensor) -> None:  # noqa: ARG002
         """Add the ranks' sums. The caller has applied the weights."""

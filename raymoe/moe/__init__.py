@@ -5,6 +5,7 @@ functions over rows are in `raymoe/rows/`; they need no world.
 """
 
 from raymoe.moe.by_name import exchange_of as exchange_of
+from raymoe.moe.copies import add_copy_gradients as add_copy_gradients
 from raymoe.moe.differentiable import ExpertRows as ExpertRows
 from raymoe.moe.differentiable import combine as combine
 from raymoe.moe.differentiable import dispatch as dispatch
@@ -36,6 +37,7 @@ from raymoe.moe.routes import record_routes as record_routes
 from raymoe.moe.routes import replay_routes as replay_routes
 from raymoe.moe.routes import same_routes as same_routes
 from raymoe.moe.routing_trace import RoutingTrace as RoutingTrace
+from raymoe.moe.slot_parts import move_slots as move_slots
 from raymoe.moe.training import average_expert_gradients as average_expert_gradients
 from raymoe.moe.training import clip_grad_norm as clip_grad_norm
 from raymoe.rows.activation import swiglu as swiglu

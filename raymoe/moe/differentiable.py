@@ -5,6 +5,7 @@ The operators are `raymoe::dispatch`, `raymoe::dispatch_exact`, `raymoe::combine
 (`Exchange.numbers`): its handle, by which the kernels find it, and the sizes of results. Everything else is in tensors.
 So `torch.compile` traces through them without an exchange, and selective checkpointing sees them by name.
 
+- `raymoe::slots_of` turns ids of experts into slots where the exchange has some, before the dispatch.
 - The backward of dispatch is a combine without weights, which also returns the gradients of the weights. Each entry
   (token, k) has its expert on one rank, which sends one float32 for it.
 - The backward of combine is a dispatch of dy. Rows get the same places as in the forward. Where the backend
@@ -49,7 +50,8 @@ class ExpertRows:
     expert_counts: torch.Tensor  # int32[L]
     exchange: Exchange
     routing: list[torch.Tensor]
-    """The ids, the metadata of the dispatch, the experts' offsets, and the number of tokens if one was given."""
+    """The ids (with slots those of slots), the metadata of the dispatch, the experts' offsets, and the number of tokens
+    if one was given."""
     site: int = 0
     """The number of the dispatch's call site."""
     topk_idx: torch.Tensor | None = None
@@ -112,6 +114,8 @@ def _dispatch_by(
         raise ConfigError(f"num_tokens is {num_tokens!r}; with gradients it is an int32[1] tensor beside x")
     refuse_derivatives("dispatch")
     count = [] if num_tokens is None else [num_tokens]
+    if exchange.spec.slots is not None:  # kept for the backward pass, whatever is placed until then
+        tokens = tokens[0], _ops.slots_of(exchange.numbers, site, tokens[1]), tokens[2]
     rows, weights, offsets, counts, metadata = operator(exchange.numbers, site, *tokens, count)
     if torch.compiler.is_compiling():
         exchange.calls_made.add_(counts[:1])
@@ -174,6 +178,7 @@ _SCHEMAS = {
     "dispatch_gradients": "(SymInt[] exchange, SymInt site, Tensor dy, Tensor[] routing, SymInt rows) -> Tensor",
 }
 define(_SCHEMAS)
+define({"slots_of": "(SymInt[] exchange, SymInt site, Tensor topk_idx) -> Tensor"})
 _ops: Any = torch.ops.raymoe
 
 
@@ -185,6 +190,16 @@ def _prepare_graph() -> None:
             "exported program can hold it; export the parts around it, or call torch.compile"
         )
     keep_order(*(getattr(_ops, name).default for name in _SCHEMAS))
+
+
+@torch.library.impl("raymoe::slots_of", _DEVICES)
+def _slots_of(exchange: list[int], site: int, topk_idx: torch.Tensor) -> torch.Tensor:
+    return _exchange_of(exchange).slots_of(topk_idx, site)
+
+
+def _fake_slots_of(exchange: list[int], site: int, topk_idx: torch.Tensor) -> torch.Tensor:
+    del exchange, site
+    return torch.empty_like(topk_idx)
 
 
 _Outputs = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]
@@ -451,6 +466,7 @@ def _combine_backward(ctx: Any, dy: torch.Tensor, *_: object) -> tuple[Any, ...]
     return None, None, moved, dweights if needs_weights else None, nothing, None
 
 
+torch.library.register_fake("raymoe::slots_of", _fake_slots_of)
 torch.library.register_fake("raymoe::dispatch", _fake_dispatch)
 torch.library.register_fake("raymoe::dispatch_exact", _fake_dispatch_exact)
 torch.library.register_fake("raymoe::combine", _fake_combine)

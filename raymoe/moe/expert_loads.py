@@ -92,10 +92,15 @@ def _loads(layers: dict[str, MoELayer], reader: str, group: dist.ProcessGroup | 
     """Return the load of each layer's experts over all ranks since this reader's last call, int64[E]."""
     names, loads = {id(layer): name for name, layer in layers.items()}, {}
     for world, those in by_world(layers.values()).items():
-        own = [layer.row_counts.take_new(reader) for layer in those]
-        whole = [counts.new_zeros(world.size, len(counts)) for counts in own]
-        for table, counts in zip(whole, own, strict=True):
+        whole = []
+        for layer in those:
+            counts = layer.row_counts.take_new(reader)
+            if layer.row_counts.by_expert:
+                whole.append(counts)
+                continue
+            table = counts.new_zeros(world.size, len(counts))  # each rank has other experts
             table[world.rank] = counts
+            whole.append(table)
         sizes = [table.numel() for table in whole]
         summed = DataRanks.of(world, group).sum(torch.cat([table.flatten() for table in whole]))
         for layer, load in zip(those, torch.split(summed, sizes), strict=True):

@@ -14,6 +14,7 @@ from torch import nn
 from raymoe.errors import ConfigError
 from raymoe.exchange.backend import Tokens
 from raymoe.exchange.shared import SharedExchanges
+from raymoe.exchange.slots import SlotExperts
 from raymoe.exchange.spec import ExchangeSpec, dtype_name
 from raymoe.memory.world import World
 from raymoe.moe.beside import SideStream
@@ -26,6 +27,7 @@ from raymoe.moe.layer_form import Mlp, check_deterministic, draw_weights, dtype_
 from raymoe.moe.live_weights import Loading, WeightSource, load_into
 from raymoe.moe.router import Routed
 from raymoe.moe.row_counts import RowCounts
+from raymoe.moe.slot_parts import move_slots
 from raymoe.moe.taken_over import watch_ddp
 from raymoe.rows.elementwise import add
 
@@ -64,6 +66,8 @@ class MoELayer(nn.Module):
       gradients are float32. Such a layer takes x of float32 too, and y has the dtype of x.
     - **Gradients** of experts are the sum over the tokens of all ranks. Those of the router, the norm and the shared
       expert are of this rank's tokens, as before the all-reduce of DDP. All ranks run the backward pass.
+    - **Slots.** With `ExchangeSpec(slots=...)` a rank has the weights of its slots. `place` says which experts they
+      hold, and `add_copy_gradients` adds the gradients of an expert's copies.
     - **Exchanges.** Layers of a world that have the same spec share one exchange, which the world closes.
     - **On GPUs** nothing waits for the device, and rows are bfloat16 or float16. The shared expert runs beside the
       dispatch.
@@ -95,6 +99,8 @@ class MoELayer(nn.Module):
         super().__init__()
         if spec.by_token:
             raise ConfigError("layout is token; the experts of a layer take rows by expert: take expert or rank")
+        if spec.slots is not None and isinstance(form, Parts):
+            raise ConfigError(f"slots is {spec.slots} with the parts of a layer; only layers from a form have slots")
         watch_ddp()
         spec = replace(spec, padding="zero")  # for the gradients of weights
         exchanges = world.shared(SharedExchanges)
@@ -118,7 +124,10 @@ class MoELayer(nn.Module):
             self.add_module(parts.shared_name, parts.shared)
         self.norm, self.residual, self.gives_scores = parts.norm, parts.residual, parts.gives_scores
         self.deterministic = form.deterministic if isinstance(form, LayerForm) else None
-        self.row_counts = RowCounts(self.exchange.spec.local_experts(world.size), world.device)
+        # With slots, one more for the rows of empty ones, of which there are none.
+        slots = spec.slots is not None
+        counted = spec.experts + 1 if slots else spec.local_experts(world.size)
+        self.row_counts = RowCounts(counted, world.device, by_expert=slots)
         """The rows that its experts got, in training mode."""
         self.beside = True
         """Whether the shared expert runs beside the dispatch on GPUs, on a stream of its own."""
@@ -130,10 +139,10 @@ class MoELayer(nn.Module):
         self.experts.casts = self.rows_dtype is not None
         if made or not meta:
             self.to(world.device)
-        count = self.exchange.spec.local_experts(world.size)
-        self.experts.numbers = range(world.rank * count, (world.rank + 1) * count)
-        self.experts.of = self.exchange.spec.experts
+        self.experts.numbers, self.experts.of = self._held(), spec.experts
         shard(self.experts, world)
+        if slots:
+            self._write_placement(self.exchange.placement())
         if not made and not meta:
             self.reset_parameters()
 
@@ -191,7 +200,36 @@ class MoELayer(nn.Module):
             raise ConfigError("reset_parameters of a layer from a block, whose weights follow from no seed: load them")
         modules: dict[str, Any] = self._modules
         parts = Parts(modules[self._router_name], self.experts, modules.get(self._shared_name), norm=self.norm)
-        draw_weights(parts, self.seed, self.world.rank * self.exchange.spec.local_experts(self.world.size))
+        draw_weights(parts, self.seed, self._held())
+
+    def place(self, placement: SlotExperts | torch.Tensor) -> None:
+        """Let slots hold the experts of a placement, and bring them their weights. All ranks call it between steps.
+
+        It needs `ExchangeSpec(slots=...)`. Until the first call each expert has one slot, in ascending order. Gradients
+        are dropped. An optimizer's state moves by `move_slots`. On GPUs graphs that were captured stay valid.
+        """
+        before = self.exchange.placement(self.number)
+        self._write_placement(placement)
+        after = self.exchange.placement(self.number)
+        for parameter in self.experts.parameters():
+            if parameter.device.type != "meta":
+                move_slots(self.world, parameter.detach(), before, after)
+            parameter.grad = None
+
+    def _write_placement(self, placement: SlotExperts | torch.Tensor) -> None:
+        self.exchange.place(placement, site=self.number)
+        held = self.exchange.placement(self.number)[self.world.rank]
+        self.row_counts.write_experts(held)
+        self.experts.numbers = held.tolist()
+
+    def _held(self) -> list[int]:
+        """Return the expert of each place of this rank; -1: its slot is empty."""
+        rank, spec = self.world.rank, self.exchange.spec
+        if spec.slots is not None:
+            held: list[int] = self.exchange.placement(self.number)[rank].tolist()
+            return held
+        count = spec.local_experts(self.world.size)
+        return list(range(rank * count, (rank + 1) * count))
 
     def load(self, weights: Mapping[str, torch.Tensor] | WeightSource, **options: Unpack[LoadOptions]) -> int:
         """Give the layer new weights in the memory of the old, where captured graphs read them. All ranks call it.
@@ -302,6 +340,8 @@ class MoELayer(nn.Module):
             out = torch.empty(spec.rows(self.world.size), spec.hidden, dtype=x.dtype, device=x.device)
         # Only the gradients of weights need zeros. Of one token a dispatch takes 6 us without, and 13 with them (H200).
         tokens = Tokens(x.contiguous(), topk_idx, topk_weights, None, zero_gaps=False, site=self.number)
+        if spec.slots is not None:
+            tokens.topk_idx = self.exchange.slots_of(topk_idx, self.number)
         dispatched = self.exchange.dispatch_unkept(tokens, out)
         if after_dispatch is not None:
             after_dispatch()
@@ -321,7 +361,7 @@ class MoELayer(nn.Module):
     def rows_of_an_expert(self, tokens: int) -> float:
         """The rows that an expert gets on average, if every rank has `tokens` tokens."""
         spec = self.exchange.spec
-        return tokens * self.world.size * spec.topk / spec.experts
+        return tokens * spec.topk / spec.local_experts(self.world.size)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Self:
         """Copy the weights; the copy is a layer of the same world and exchange."""

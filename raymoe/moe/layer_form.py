@@ -5,6 +5,7 @@ Parts are made empty and filled then. So a layer can be made on the device meta 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -129,8 +130,8 @@ def empty_parts(spec: ExchangeSpec, form: LayerForm, count: int, device: torch.d
 
 
 @torch.no_grad()
-def draw_weights(parts: Parts, seed: int, first: int) -> None:
-    """Fill the parts of a layer with the values of a seed. `first` is the number of this rank's first expert.
+def draw_weights(parts: Parts, seed: int, held: Sequence[int]) -> None:
+    """Fill the parts of a layer with the values of a seed. `held` has the expert of each place; -1: zeros.
 
     Experts are drawn on the device that they are on, one after the other, so only one is in memory twice. FSDP may
     have spread the other parameters.
@@ -139,13 +140,18 @@ def draw_weights(parts: Parts, seed: int, first: int) -> None:
     gate_up, down = local(experts.gate_up_proj), local(experts.down_proj)
     gate_up_bias, down_bias = local(experts.gate_up_proj_bias), local(experts.down_proj_bias)
     assert gate_up is not None and down is not None
-    count, hidden, ffn = down.shape
+    _, hidden, ffn = down.shape
     shape, device = ExpertShape(hidden, ffn, down.dtype), down.device
-    for place in range(count):
-        drawn = expert_weights(shape, seed, first + place, device)
+    for place, expert in enumerate(held):
+        if expert < 0:
+            for weight in (gate_up, down, gate_up_bias, down_bias):
+                if weight is not None:
+                    weight[place].zero_()
+            continue
+        drawn = expert_weights(shape, seed, expert, device)
         gate_up[place], down[place] = drawn.gate_up, drawn.down
         if gate_up_bias is not None and down_bias is not None:
-            biases = expert_biases(shape, seed, first + place, device)
+            biases = expert_biases(shape, seed, expert, device)
             gate_up_bias[place], down_bias[place] = biases.gate_up, biases.down
     _fill(router.weight, normal(generator("router", seed), *router.weight.shape) * hidden**-0.5)
     if router.e_score_correction_bias is not None:

@@ -30,8 +30,8 @@ from raymoe.moe.experts import Experts, local
 class WeightPiece:
     """A part of a parameter. `experts` are the numbers, among those of all ranks, of the experts along dimension 0.
 
-    `at` is where the piece begins in each further dimension of an expert, or in all dimensions of another parameter;
-    None: it is whole there.
+    -1 is no expert: such a part is left out. `at` is where the piece begins in each further dimension of an expert, or
+    in all dimensions of another parameter; None: it is whole there.
     """
 
     name: str
@@ -49,12 +49,25 @@ class WeightSource(Protocol):
 
 @dataclass(frozen=True)
 class WeightTarget:
-    """A parameter of this rank. `experts` are the numbers of the experts that it holds, of `of` in all."""
+    """A parameter of this rank. `experts` are the numbers of the experts that it holds, of `of` in all; -1: none."""
 
     name: str
     memory: Tensor
     experts: Sequence[int] | None = None
     of: int = 0
+
+    @property
+    def places(self) -> dict[int, int]:
+        """Where each expert is along dimension 0."""
+        assert self.experts is not None
+        return {expert: place for place, expert in enumerate(self.experts) if expert >= 0}
+
+    @property
+    def whole(self) -> int:
+        """How many numbers a whole load gives it."""
+        if self.experts is None or not self.experts:
+            return self.memory.numel()
+        return self.memory.numel() // len(self.experts) * len(self.places)
 
     def checked(self, piece: WeightPiece, cast: bool) -> tuple[Sequence[int] | None, list[int]]:
         """Return the numbers of the piece's experts and its begin in the other dimensions; raise if it does not fit."""
@@ -90,7 +103,8 @@ class WeightTarget:
                     f"{len(self.experts)} of this rank"
                 )
             return range(self.of) if count == self.of else self.experts
-        if len(numbers) != count or len(set(numbers)) != count or any(not 0 <= e < self.of for e in numbers):
+        somebodys = [number for number in numbers if number != -1]
+        if len(numbers) != count or len({*somebodys}) != len(somebodys) or any(not 0 <= e < self.of for e in somebodys):
             raise ConfigError(
                 f"{self.name} was given {count} experts with the numbers {list(numbers)}; each has one of its own "
                 f"from 0 to {self.of - 1}"
@@ -192,8 +206,7 @@ class Loading:
             self._given[piece.name].add(piece.name, [0], box)
             self._copy(target.memory[inside], values)
             return
-        assert target.experts is not None
-        places = {expert: place for place, expert in enumerate(target.experts)}
+        places = target.places
         pairs = [(row, places[expert]) for row, expert in enumerate(numbers) if expert in places]
         self._given[piece.name].add(piece.name, [place for _, place in pairs], box)
         for row, place, count in _runs(pairs):
@@ -236,6 +249,10 @@ class Loading:
             raise ConfigError(
                 f"weights {self._began} were loaded anew, now {epochs}, while these were; load them again"
             )
+        if {name: target.experts for name, target in targets_of(self._model).items()} != {
+            name: target.experts for name, target in self._targets.items()
+        }:
+            raise ConfigError("experts moved to other slots while weights were loaded; load them again")
         rank, memory = self._world.rank, self._world.shared(SleepingMemory)
         if memory.asleep:
             raise ConfigError(f"weights were to be loaded on rank {rank}, which sleeps; call world.wake before")
@@ -247,7 +264,7 @@ class Loading:
             return
         missing = []
         for name, target in self._targets.items():
-            given, whole = self._given[name].numbers, target.memory.numel()
+            given, whole = self._given[name].numbers, target.whole
             if given < whole:
                 missing.append(f"{name} ({given} of {whole} numbers)" if given else name)
         if missing:
@@ -276,7 +293,7 @@ class Loading:
         whole = [
             target.memory.data_ptr()
             for name, target in touched.items()
-            if self._given[name].numbers == target.memory.numel() or target.memory.data_ptr() not in missing
+            if self._given[name].numbers == target.whole or target.memory.data_ptr() not in missing
         ]
         missing.add({target.memory.data_ptr(): name for name, target in touched.items()}, "a load did not end")
         problem: Exception | None = None

@@ -13,6 +13,7 @@ device memory that CUDA IPC maps on GPUs. Words beside them, in shared memory, k
 from __future__ import annotations
 
 import time
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from types import TracebackType
@@ -54,7 +55,7 @@ class OfferedWeights:
         }
         targets = targets_of(model)
         self._targets = [each for name, each in targets.items() if world.rank == 0 or name in expert_names]
-        self._world, self._readers = world, readers
+        self._model, self._world, self._readers = model, world, readers
         weights = Layout.of([_region(target) for target in self._targets])
         self._memory = _OfferMemory.own(world, weights, readers)
         self.epoch = 0
@@ -79,6 +80,9 @@ class OfferedWeights:
 
         All ranks of the trainer publish before the engine loads.
         """
+        now = targets_of(self._model)
+        if any(now[target.name].experts != target.experts for target in self._targets):
+            raise ConfigError("experts moved to other slots since their weights were offered; offer them again")
         limit = self._world.timeout_s if timeout_s is None else timeout_s
         words, epochs = self._memory.words, self._memory.words.words("epoch")
         reading = words.words("reading")
@@ -188,9 +192,16 @@ class OpenedWeights:
         return epoch[0] // 2
 
     def _pieces(self) -> Iterator[WeightPiece]:
+        """Give each expert once, though several ranks may hold copies of it."""
+        taken: defaultdict[str, set[int]] = defaultdict(set)
         for descriptor, memory in self._offers:
             for entry in descriptor["weights"]:
-                yield WeightPiece(entry["name"], memory.tensor(entry["name"]), entry["experts"])
+                name, experts = entry["name"], entry["experts"]
+                if experts is not None:
+                    new = [-1 if expert in taken[name] else expert for expert in experts]
+                    taken[name].update(experts)
+                    experts = new
+                yield WeightPiece(name, memory.tensor(name), experts)
 
 
 def offer_weights(model: nn.Module, *, readers: int) -> OfferedWeights:

@@ -18,24 +18,41 @@ class RowCounts:
 
     `total[L]` has the rows of each local expert since the layer was made, `most[1]` the most rows of one pass since
     `take_most`, gaps included. They are plain tensors, because DDP would overwrite buffers by those of rank 0.
+
+    With `by_expert`, `total` has the rows of each of E experts in this rank's slots, and one more element for empty
+    slots.
     """
 
-    def __init__(self, experts: int, device: torch.device) -> None:
+    def __init__(self, experts: int, device: torch.device, *, by_expert: bool = False) -> None:
+        self.by_expert = by_expert
+        self._held: torch.Tensor | None = None
         self.total = _static(torch.zeros(experts, dtype=torch.int64, device=device))
         self.most = _static(torch.zeros(1, dtype=torch.int32, device=device))
         self._read: dict[str, torch.Tensor] = {}
 
     def add(self, expert_offsets: torch.Tensor, expert_counts: torch.Tensor) -> None:
         """Add the rows of a dispatch, without a wait."""
+        if self._held is not None:
+            expert_counts = torch.zeros_like(self.total).index_add_(0, self._held, expert_counts.long())
         _ops.count_rows(self.total, self.most, expert_offsets, expert_counts)
 
+    def write_experts(self, held: torch.Tensor) -> None:
+        """Count rows of slots for these experts from now on, int32[S]; -1: the slot is empty."""
+        experts = torch.where(held < 0, len(self.total) - 1, held).long()
+        if self._held is None:
+            self._held = _static(torch.empty_like(experts, device=self.total.device))
+        self._held.copy_(experts)
+
     def take_new(self, reader: str) -> torch.Tensor:
-        """Return the rows of each local expert, int64[L], since this reader's last call, without a wait."""
+        """Return the rows of each local expert, int64[L], or of each of E experts, since this reader's last call.
+
+        Nothing waits.
+        """
         if reader not in self._read:
             self._read[reader] = torch.zeros_like(self.total)
         new = self.total - self._read[reader]
         self._read[reader].copy_(self.total)
-        return new
+        return new[:-1] if self.by_expert else new
 
     def take_most(self) -> torch.Tensor:
         """Return the most rows of one pass since the last call, int32[1], without a wait."""

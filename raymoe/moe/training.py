@@ -13,6 +13,7 @@ from torch import nn
 
 from raymoe.errors import ConfigError
 from raymoe.memory.world import World
+from raymoe.moe.copies import first_slots
 from raymoe.moe.data_ranks import DataRanks
 from raymoe.moe.experts import local
 from raymoe.moe.layer import MoELayer, layers_of
@@ -60,19 +61,27 @@ def clip_grad_norm(model: nn.Module, max_norm: float, norm_type: float = 2.0) ->
 
     The norm is that of the whole model in float32, the same on all ranks, and counts each expert once. Call this after
     all gradients were averaged over the ranks: those of experts by `average_expert_gradients`, the others by DDP, FSDP2
-    or the program. Nothing waits for the device, except where experts are plain tensors of several ranks.
+    or the program. Where experts have copies, call `add_copy_gradients` before. Nothing waits for the device, except
+    where experts are plain tensors of several ranks.
     """
-    worlds = {each: layer.world for layer in layers_of(model).values() for each in layer.experts.parameters()}
+    layers = {each: layer for layer in layers_of(model).values() for each in layer.experts.parameters()}
     lists: dict[_Shards, list[torch.Tensor]] = {}
+    scaled = []
     for parameter in model.parameters():
         if (gradient := local(parameter.grad)) is not None:
-            lists.setdefault(_shards(parameter, worlds.get(parameter)), []).append(gradient)
+            layer = layers.get(parameter)
+            counted = lists.setdefault(_shards(parameter, None if layer is None else layer.world), [])
+            scaled.append(gradient)
+            if layer is None or layer.exchange.spec.slots is None:
+                counted.append(gradient)
+            else:  # an expert may have several copies, whose gradients are equal
+                counted += [gradient[:0], *(gradient[slot] for slot in first_slots(layer))]
     norms = [_over(shards, _norm(gradients, norm_type), norm_type) for shards, gradients in lists.items()]
     if not norms:
         return torch.zeros(())
     total = _norm(norms, norm_type)
     factor = (max_norm / (total + 1e-6)).clamp(max=1.0)
-    for alike in _alike(gradient for gradients in lists.values() for gradient in gradients):
+    for alike in _alike(scaled):
         torch._foreach_mul_(alike, factor.to(alike[0].device, non_blocking=True))
     return total
 

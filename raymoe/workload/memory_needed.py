@@ -100,7 +100,7 @@ def exchange_device_bytes(job: Job, spec: ExchangeSpec, batches: int) -> int:
     7.9
     """
     ranks = job.world.ranks
-    tokens = spec.tokens * spec.row_bytes
+    spec, tokens = spec.over_slots(ranks), spec.tokens * spec.row_bytes
     if job.exchange.backend == "row_push":
         row_bytes = slot_bytes_of(spec, stamped=False)
         pushed = spec.tokens * row_bytes
@@ -229,6 +229,7 @@ def spec_of(job: Job) -> ExchangeSpec:
         wire=exchange.wire.model_dump(exclude_none=True),
         output=exchange.output,
         transport=exchange.transport,
+        slots=exchange.slots,
     )
     return spec.counted(job.world.ranks)
 

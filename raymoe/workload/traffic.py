@@ -217,11 +217,16 @@ def expert_load(world: World, draws: Sequence[Draw], spec: ExchangeSpec) -> Load
     All ranks call this together. `draws` are this rank's, as many as the others have. A token counts once for each
     of its experts.
     """
-    counts = torch.stack([torch.bincount(draw.ids[draw.ids >= 0], minlength=spec.experts) for draw in draws])
-    everyone = _sum_of_ranks(world, counts.flatten()).view(len(draws), spec.experts)
+    everyone = entries_of_experts(world, draws, spec.experts)
     by_rank = _aligned(everyone, spec.alignment).view(len(draws), world.size, -1).sum(dim=2)
     mean = (everyone.sum(dim=0) / len(draws)).tolist()
     return Load(mean, int(by_rank.max()), spec.rows(world.size))
+
+
+def entries_of_experts(world: World, draws: Sequence[Draw], experts: int) -> torch.Tensor:
+    """Return the entries of each expert in each draw, int64[draws, E], over the tokens of all ranks."""
+    counts = torch.stack([torch.bincount(draw.ids[draw.ids >= 0], minlength=experts) for draw in draws])
+    return _sum_of_ranks(world, counts.flatten()).view(len(draws), experts)
 
 
 def _aligned(rows: torch.Tensor, alignment: int) -> torch.Tensor:

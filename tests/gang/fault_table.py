@@ -121,6 +121,8 @@ SECTIONS = [
     ),
 ]  # fmt: skip
 
+SHOWN = [section for section in SECTIONS if section.kind != "soak"]
+"""The sections that have a table in the page. It names the file of the others."""
 FAULTS = {name: text for section in SECTIONS for name, text in section.faults.items()}
 
 Line = Mapping[str, Any]
@@ -135,13 +137,17 @@ def lines_of(section: Section) -> dict[str, list[Line]]:
 
 
 def table(section: Section) -> str:
-    """Make the table of a section. Of several lines of a fault the slowest is shown. No lines, no table."""
-    rows = [HEAD, ["---"] * len(HEAD)]
-    for name, lines in lines_of(section).items():
-        if lines:
-            rows.append(_row(section.faults[name], max(lines, key=lambda line: line["seconds"])))
-    if len(rows) == 2:
+    """Make the table of a section. Of several lines of a fault the slowest is shown. No lines, no table.
+
+    A column that says for no fault when ranks ran again is left out.
+    """
+    slowest = {name: max(lines, key=lambda line: line["seconds"]) for name, lines in lines_of(section).items() if lines}
+    if not slowest:
         return ""
+    rows = [HEAD, ["---"] * len(HEAD)] + [_row(section.faults[name], line) for name, line in slowest.items()]
+    if all(line.get("recovered_seconds") is None for line in slowest.values()):
+        place = HEAD.index("runs again")
+        rows = [row[:place] + row[place + 1 :] for row in rows]
     return "\n".join(f"| {' | '.join(row)} |" for row in rows)
 
 
@@ -160,11 +166,11 @@ def measured(lines: Iterable[Line]) -> str:
     return "; ".join(f"{date}, {machine}, commit {commit}" for date, machine, commit in circumstances) or "not yet"
 
 
-def with_tables(page: str, sections: Sequence[Section] = SECTIONS) -> str:
+def with_tables(page: str, sections: Sequence[Section] = SHOWN) -> str:
     """Replace the tables in the page, and the sentences that say when they were measured."""
     for section in sections:
         page = _replace(page, section.name, f"\n{table(section)}\n")
-    for kind in FILES:
+    for kind in dict.fromkeys(section.kind for section in sections):
         tables = [lines_of(section) for section in sections if section.kind == kind]
         lines = [line for table in tables for measured_lines in table.values() for line in measured_lines]
         page = _replace(page, "measured" if kind == "cpu" else f"measured {kind}", measured(lines))

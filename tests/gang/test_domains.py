@@ -172,6 +172,7 @@ def test_over_a_shaped_link_a_rail_is_faster_than_a_flat_all_to_all(tmp_path: Pa
     assert all(time["rail"] < time["flat"] for time in times.values()), times
 
 
+@pytest.mark.thorough
 @stands_in
 def test_domains_on_two_nodes_give_right_results_and_outlive_a_node(start: Start, nodes: Nodes, tmp_path: Path) -> None:
     """No node can hold four ranks, so `auto` makes two domains of two."""

@@ -96,6 +96,7 @@ def test_a_rank_that_stops_answering_is_named_and_ends_the_run(
         assert len(generations) == 1 and generations[0]["culprit"] == wanted[ranks]
 
 
+@pytest.mark.thorough
 def test_the_ranks_of_all_domains_and_the_summary_name_the_same_culprit(
     start: Start, head: Head, tmp_path: Path
 ) -> None:
@@ -231,6 +232,7 @@ def test_every_case_runs_once_when_a_rank_is_killed_between_cases(head: Head, tm
     assert done == ["count=300", "count=301", "count=302"], "every case once"
 
 
+@pytest.mark.thorough
 def test_a_rank_stopped_during_wiring_is_named_within_30_s(head: Head, tmp_path: Path) -> None:
     def prepare(driver: FaultyDriver) -> None:
         driver.before = (sv.Action.WIRE, lambda pid: os.kill(pid, signal.SIGSTOP))

@@ -87,6 +87,7 @@ def test_actors_can_join_and_exchange_in_two_domains(engines: list[ray.actor.Act
     assert sum(count for _, counts in results for count in counts) == 2 * (5 + 6 + 7 + 8)
 
 
+@pytest.mark.thorough
 def test_all_ranks_learn_that_their_domains_differ(engines: list[ray.actor.ActorHandle]) -> None:
     calls = [engine.join.remote("uneven", rank, 2, 20.0, domain=1 + rank) for rank, engine in enumerate(engines[:2])]
     for message in ray.get(calls, timeout=40):  # a rank that looks late gets the other's message in its own
@@ -164,6 +165,7 @@ def test_a_duplicate_rank_is_refused_and_the_other_ranks_join(
     assert meetings_end(20), "the meeting has not ended"
 
 
+@pytest.mark.thorough
 def test_a_meeting_outlives_its_first_rank_and_ends_by_itself(
     engines: list[ray.actor.ActorHandle],
 ) -> None:

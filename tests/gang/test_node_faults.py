@@ -30,6 +30,7 @@ def nodes_of(directory: Path) -> set[str]:
     return {rank["node"] for rank in json.loads((directory / "environment.json").read_text())["ranks"]}
 
 
+@pytest.mark.thorough
 def test_a_node_that_is_killed_is_named_and_ends_the_run(
     start: Start, nodes: Nodes, tmp_path: Path, fault: Fault
 ) -> None:

@@ -97,6 +97,7 @@ main_process._run_child = stopping
     assert summary_of(run)["status"] == "done"
 
 
+@pytest.mark.thorough
 def test_a_gcs_that_stops_while_ranks_are_placed_is_named(start: Start, tmp_path: Path, fault: Fault) -> None:
     run = start(configs.write(tmp_path, world__ranks=2), first=SILENT_SOON)
     run.wait_for("placing ranks")
@@ -154,6 +155,7 @@ def test_a_machine_on_which_ray_cannot_start_is_exit_3_at_once(
     assert (run.out / "report.html").exists()
 
 
+@pytest.mark.thorough
 def test_a_ray_whose_processes_do_not_start_is_exit_3(start: Start, tmp_path: Path) -> None:
     first = """
 import ray._private.services

@@ -60,6 +60,7 @@ def test_quickstart_with_two_ranks_writes_a_complete_run_directory(
     assert "✓ Done" in page and f"<dd>{environment['host']}</dd>" in page
 
 
+@pytest.mark.thorough
 def test_a_directory_has_letters_that_the_locale_lacks(start: Start, head: Head, tmp_path: Path) -> None:
     """Ray sends the command line of a driver as UTF-8, and Python reads such letters as bytes that are none."""
     ascii_only = {"LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"}
@@ -69,6 +70,7 @@ def test_a_directory_has_letters_that_the_locale_lacks(start: Start, head: Head,
     assert read(run.out)[1]["status"] == "done" and r"results go to" in run.stderr() and r"\udcc3\udca4" in run.stderr()
 
 
+@pytest.mark.thorough
 def test_only_address_auto_fails_on_a_stale_address_file(
     start: Start, tmp_path: Path, stale_address_file: None
 ) -> None:
@@ -116,6 +118,7 @@ def test_resume_keeps_the_finished_cases_of_a_stopped_run(start: Start, head: He
     assert "generation 1: 1 ranks ready" in again.stderr()
 
 
+@pytest.mark.thorough
 def test_a_ray_job_that_is_started_again_continues_in_its_out(start: Start, head: Head, tmp_path: Path) -> None:
     """As KubeRay does with a RayJob that failed: the same command again, as the entrypoint of a new job."""
     config = configs.write(tmp_path, world__ranks=1, matrix={"steps.count": [3, configs.LONG]})
@@ -163,6 +166,7 @@ def test_gpu_ranks_in_a_cluster_without_gpus_are_refused_with_what_to_do(
     assert run.last_line().endswith(said)
 
 
+@pytest.mark.thorough
 def test_a_run_waits_placement_timeout_s_for_a_full_cluster(
     start: Start, head: Head, tmp_path: Path, fault: Fault
 ) -> None:

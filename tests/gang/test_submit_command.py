@@ -90,6 +90,7 @@ def test_a_job_is_run_followed_and_its_results_are_brought_by_a_second_job(
     assert re.search(rf"^{name}\s+mine.yaml\s+SUCCEEDED\s+2\d\d\d-\S+ \S+\s+\d+ s$", log_of(listed), re.MULTILINE)
 
 
+@pytest.mark.thorough
 def test_a_detached_job_is_attached_to_and_its_own_exit_code_is_returned(
     tool: Tool, head: Head, tmp_path: Path
 ) -> None:

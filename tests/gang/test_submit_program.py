@@ -69,6 +69,7 @@ def ended(command: Command, code: int) -> str:
     return command.last_line()
 
 
+@pytest.mark.thorough
 def test_a_program_is_run_with_its_files_and_its_exit_code_and_results_come_back(
     tool: Tool, head: Head, tmp_path: Path, work: Path
 ) -> None:

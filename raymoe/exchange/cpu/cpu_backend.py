@@ -22,7 +22,7 @@ from raymoe.exchange.cpu.cpu_rows import (
     SavedRoutes,
     SendPlan,
 )
-from raymoe.exchange.refusal import NO_REFUSAL, Cause, Refusal, judge_statuses, status_of
+from raymoe.exchange.refusal import NO_REFUSAL, Cause, Refusal, judge_statuses, marked_number, status_of
 from raymoe.exchange.spec import ExchangeSpec
 from raymoe.memory.layout import WORD_STRIDE, Layout, Region
 from raymoe.memory.world import World
@@ -291,6 +291,9 @@ class CpuBackend:
             site=call.site,
         )
 
+    def mark(self, got: Dispatched, digest: torch.Tensor) -> None:
+        got.saved(SavedPlacement).routes.digest = int(digest)
+
     @torch.no_grad()
     def combine(self, rows: torch.Tensor, got: Dispatched, weighted: bool, out: torch.Tensor) -> None:
         state = got.saved(SavedPlacement)
@@ -335,7 +338,9 @@ class CpuBackend:
         self, outgoing: OutgoingSums, state: SavedPlacement, weighted: bool, out: torch.Tensor
     ) -> ReturnedSums:
         routes, tokens = state.routes, len(out)
-        returned = self._carrier.combine(outgoing, routes, status_of(state.refusal, routes.number, weighted))
+        returned = self._carrier.combine(
+            outgoing, routes, status_of(state.refusal, marked_number(routes.number, routes.digest), weighted)
+        )
         if (refused := judge_statuses(returned.statuses, self._spec)) is not None:
             self._own_refusal = None
             out.fill_(torch.nan)
@@ -344,14 +349,14 @@ class CpuBackend:
         sums.write(0, tokens, out)
         return returned
 
-    # The metadata of a dispatch is one int32 tensor: the dispatch's number, its refusal, the local experts' offsets and
-    # counts, and the rows from each source. Then each row that arrived has its position and the places of its entries.
-    # The numbers of the carrier come last.
+    # The metadata of a dispatch is one int32 tensor: the dispatch's number, the placement's digest, its refusal, the
+    # local experts' offsets and counts, and the rows from each source. Then each row that arrived has its position and
+    # the places of its entries. The numbers of the carrier come last.
 
     @property
     def metadata_words(self) -> int:
         spec, local, arriving = self._spec, self._spec.local_experts(self._size), self._size * self._spec.tokens
-        words = 1 + Refusal.NBYTES // 4 + 2 * local + 1 + self._size + arriving * (1 + spec.topk)
+        words = 2 + Refusal.NBYTES // 4 + 2 * local + 1 + self._size + arriving * (1 + spec.topk)
         return words + self._carrier.inside_words
 
     def pack(self, got: Dispatched) -> torch.Tensor:
@@ -363,7 +368,7 @@ class CpuBackend:
         where[:arrived] = routes.where % len(where)  # without the parity of slots: no combine reads it
         entries = np.full((len(where), K), -1)
         entries[:arrived] = placement.entries(K)
-        numbers = np.array([routes.number])
+        numbers = np.array([routes.number, routes.digest])
         inside = self._carrier.pack_inside(routes)
         parts = (numbers, refusal, placement.offsets, placement.counts, routes.counts, where, entries.ravel(), inside)
         return torch.from_numpy(np.concatenate(parts).astype(np.int32))
@@ -377,14 +382,14 @@ class CpuBackend:
             Refusal.NBYTES // 4,
             self._size * self._spec.tokens,
         )
-        sizes = (1, words, local + 1, local, self._size, arriving, arriving * self._spec.topk)
+        sizes = (2, words, local + 1, local, self._size, arriving, arriving * self._spec.topk)
         number, refusal, offsets, counts, sources, where, entries, inside = np.split(metadata.numpy(), np.cumsum(sizes))
         arrived = int(sources.sum())
         places = entries.reshape(-1, self._spec.topk)[:arrived].astype(np.int64)
         refused = Refusal.unpack(refusal.tobytes())
         placement = Placement.restored(counts, offsets, places, weights.numpy(), refused)
         routes = SavedRoutes(plan, sources.astype(np.int64), where[:arrived].astype(np.int64), int(number[0]))
-        routes.inside = self._carrier.unpack_inside(routes, inside)
+        routes.inside, routes.digest = self._carrier.unpack_inside(routes, inside), int(number[1])
         return Dispatched(
             x=rows,
             weights=weights,

@@ -165,6 +165,8 @@ class SavedRoutes:
     """The number of the dispatch in its exchange, the same on all ranks."""
     inside: RoutesInside | None = None
     """Only between domains: the routes of the rows inside this domain."""
+    digest: int = 0
+    """That of the placement of experts in slots; 0: there are no slots."""
 
 
 @dataclass(frozen=True)

@@ -1,9 +1,9 @@
 """Dispatch and combine between GPU ranks in several domains: over the rail first, then inside the domain.
 
 `hierarchical.py` explains the idea, for CPU ranks. Here all work is on the device and on one stream, and the host reads
-nothing. So a CUDA graph holds an operation if it can hold that of the exchange inside the domain, which is one of the
-backends `fused`, `staged` and `allgather`, with N*T tokens a rank (`domain_shape.py`). Between the rail and that
-exchange are five small kernels (`rail_entries.py`, `rail_sums.py`).
+nothing. So a CUDA graph can hold an operation. The exchange inside the domain is one of the backends `fused`, `staged`
+and `allgather`, with N*T tokens a rank (`domain_shape.py`). Between the rail and that exchange are five small kernels
+(`rail_entries.py`, `rail_sums.py`).
 
 Dispatch: gather ids and weights over the rail, rewrite the ids, gather rows, dispatch inside. Many rows cross in chunks
 of tokens, and the dispatch inside waits for each chunk by itself (`rail_rows.py`). Each expert has N ids inside, one
@@ -57,7 +57,7 @@ from raymoe.exchange.domains.rail_operation import publish_failures
 from raymoe.exchange.domains.rail_rows import RailRows
 from raymoe.exchange.domains.rail_sums import CombineStatus, RailSums
 from raymoe.exchange.peer.fused_chunks import RAIL_OP
-from raymoe.exchange.refusal import raise_first
+from raymoe.exchange.refusal import DIGEST_SHIFT, raise_first
 from raymoe.exchange.spec import ExchangeSpec
 from raymoe.fp8 import FP8, quantise
 from raymoe.memory.wait import named_by_world
@@ -225,6 +225,15 @@ class HierarchicalGpu:
         saved.used_on(stream, forward.site)
         self._rail_entries.passes.publish_with_ids(stream, saved.number, forward.site)
         return saved.inside
+
+    def mark(self, got: Dispatched, digest: torch.Tensor) -> None:
+        """Copy the digest into the upper half of the number that all domains compare. Ranks inside compare theirs."""
+        saved = got.saved(SavedInside)
+        with self._named_by_world():
+            self._inside.mark(saved.inside, digest)
+        with self._launcher.ordered("dispatch") as stream:
+            saved.used_on(stream, got.site)
+            saved.number[DIGEST_SHIFT // 32 :].copy_(digest)
 
     @torch.no_grad()
     def combine(self, rows: torch.Tensor, got: Dispatched, weighted: bool, out: torch.Tensor) -> None:

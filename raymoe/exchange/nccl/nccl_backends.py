@@ -120,6 +120,10 @@ class NcclAllgather:
             self._kernels.place(stream, replace(got, x=out), saved)
             self._kernels.compare_passes(stream, out)
 
+    def mark(self, got: Dispatched, digest: torch.Tensor) -> None:
+        with self._launcher.ordered("dispatch") as stream:
+            self._kernels.mark(got.saved(SavedMemory).used_on(stream), digest)
+
     @torch.no_grad()
     def combine(self, rows: torch.Tensor, got: Dispatched, weighted: bool, out: torch.Tensor) -> None:
         self._combine(rows, got, weighted, out)
@@ -304,6 +308,10 @@ class NcclCollective:
             got = self._dispatch(stream, tokens, out, state.used_on(stream), forward.site)
             self._kernels.compare_passes(stream, self._kernels.rows_of(got), got.saved(SavedCounts).memory)
             return got
+
+    def mark(self, got: Dispatched, digest: torch.Tensor) -> None:
+        with self._launcher.ordered("dispatch") as stream:
+            self._kernels.mark(got.saved(SavedCounts).used_on(stream), digest)
 
     @torch.no_grad()
     def combine(self, rows: torch.Tensor, got: Dispatched, weighted: bool, out: torch.Tensor) -> None:

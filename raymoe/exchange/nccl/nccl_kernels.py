@@ -15,7 +15,7 @@ from raymoe.cuda.launcher import Launcher
 from raymoe.exchange.backend import Dispatched, Ids, Tokens
 from raymoe.exchange.nccl import rounds
 from raymoe.exchange.nccl.rounds import DispatchMemory, Sizes
-from raymoe.exchange.refusal import Refusal
+from raymoe.exchange.refusal import DIGEST_SHIFT, Refusal
 from raymoe.exchange.spec import ExchangeSpec
 from raymoe.memory.layout import ITEM_BYTES, round_up
 from raymoe.memory.world import CLOSING_S, World
@@ -406,6 +406,10 @@ class RoundKernels:
         shape = self._shape(rounds.COMPARE_PASSES, self._launcher.sms)
         refused = self._refused_passes
         self._compare_passes: Launch = ready(rounds.COMPARE_PASSES, shape, params, refused=refused)
+
+    def mark(self, saved: torch.Tensor, digest: torch.Tensor) -> None:
+        """Copy the digest into the upper half of a dispatch's number, which its combine sends."""
+        self._number_of(saved).view(torch.int32)[DIGEST_SHIFT // 32 :].copy_(digest)
 
     def _number_of(self, saved: torch.Tensor) -> torch.Tensor:
         """Return the number of a dispatch, in its memory."""

@@ -13,22 +13,24 @@ from typing import Any
 import torch
 
 from raymoe.cuda.current import capturing, keep_for_current_stream
-from raymoe.cuda.launch import Field, Launch, value_of
+from raymoe.cuda.launch import Field, Launch, Shape, value_of
 from raymoe.cuda.launcher import Copies
 from raymoe.cuda.params import Params
 from raymoe.errors import CaptureError, ConfigError
 from raymoe.exchange.backend import Dispatched, Ids, Tokens
 from raymoe.exchange.peer.build import Build, refuse
 from raymoe.exchange.peer.combine import CombineCall
-from raymoe.exchange.peer.dispatch import DispatchCall, RefusalRecord
+from raymoe.exchange.peer.dispatch import DispatchCall, DispatchSummary, RefusalRecord
 from raymoe.exchange.peer.kernel_result import KernelDispatched, Metadata, SavedMetadata
 from raymoe.exchange.peer.table import AnyStage, BackendKind, Stage
 from raymoe.exchange.peer.workspace import Workspace
 from raymoe.exchange.refusal import NO_REFUSAL, Refusal, judge_backward, judge_statuses
+from raymoe.exchange.slot_kernel import MARK_DISPATCH, MarkDispatchParams
 from raymoe.exchange.spec import ExchangeSpec
 from raymoe.memory.world import World
 
 _RECORD_WORDS = RefusalRecord.nbytes() // 8
+_REFUSAL_AT = DispatchSummary.offsets()["refusal"]
 COMBINES, BACKWARD = 0, 1
 """Kinds of refused operations: combines, and dispatches in backward passes."""
 
@@ -62,6 +64,10 @@ class PeerBackend:
         self.build = Build.of(self.workspace, spec)
         self.table = kind.table(self.build, kind.grids(self.build, sms))
         self.keeps_places = bool(self.table.dispatch_known)
+        self._mark: Launch | None = None
+        if spec.placed_experts:
+            one = Shape(1, 32)
+            self._mark = self._launcher.ready(MARK_DISPATCH, one, MarkDispatchParams(), "refusal", "digest")
         # The GPU gives blocks to SMs that have none, as long as there are some.
         self.sms = min(world.gpu.sms, max(stage.shape.blocks for stage in self.table.launches()))
         self._allocate(spec)
@@ -173,6 +179,13 @@ class PeerBackend:
         keep_for_current_stream(metadata)
         saved = SavedMetadata(metadata, metadata.data_ptr(), self._metadata, self.workspace.stream())
         return KernelDispatched.over(rows, None, len(ids.topk_idx), saved, self)
+
+    def mark(self, got: Dispatched, digest: torch.Tensor) -> None:
+        """Write the digest into the upper half of the number that the combine sends (`DispatchSummary`)."""
+        summary, launch = got.saved(SavedMetadata).address + self._metadata.at["summary"], self._mark
+        assert launch is not None, "only exchanges over slots mark their dispatches"
+        launch.set_addresses(summary + _REFUSAL_AT, digest.data_ptr())
+        self.workspace.enqueue("dispatch", launch.sms, (launch,))
 
     def combine_gradients(
         self, rows: torch.Tensor, weights: torch.Tensor, got: Dispatched, out: torch.Tensor, out_weights: torch.Tensor

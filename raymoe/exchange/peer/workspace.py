@@ -283,7 +283,7 @@ class Workspace:
         self.traces = traced
         self._traces: dict[str, torch.Tensor] = {}
         self.world = world
-        specs = tuple(part for spec in specs for part in spec.parts(world.size))
+        specs = tuple(part for spec in specs for part in spec.over_slots(world.size).parts(world.size))
         self.bounds = Bounds.of(*specs, stamped=self.stamped, lines=world.shared(Links).lines)
         problem: ConfigError | None = None
         theirs = world.swap(self.bounds, "workspace: bounds")

@@ -97,7 +97,7 @@ class NcclEp:
         self._batch = Batch(first.x.clone(), first.ids.to(torch.int64), first.weights.clone())
         self._received = Receiver(ep, spec, world, low_latency=low_latency)
         self._rows = torch.zeros_like(self._received.x)
-        """What a combine sends; on steps that are not verified any numbers."""
+        """The rows that a combine sends; on steps that are not verified any numbers."""
         self._y = torch.zeros_like(self._batch.x)
         weights = ep.Tensor(self._batch.weights)
         carries = {} if low_latency and self._by_expert else {"topk_weights": weights}

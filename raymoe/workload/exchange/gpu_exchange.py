@@ -16,6 +16,7 @@ from raymoe.exchange.spec import COPY_ENGINE
 from raymoe.memory.world import World
 from raymoe.moe.weights import generator
 from raymoe.workload.clock import OpClock, TimedOp, Work, calls_of
+from raymoe.workload.exchange.placed import ExpertsOfSlots
 from raymoe.workload.exchange.received import received, sum_experts
 from raymoe.workload.inputs import Batch, Inputs
 from raymoe.workload.measure import TIMELINE_RUNS, Line, Step, Timeline, Times, median_times, timeline_of_slowest
@@ -49,6 +50,7 @@ class GpuExchangeStep:
         self.world, self.exchange, self.inputs, self._traced = world, exchange, inputs, traced
         spec = exchange.spec
         self.experts = AffineExperts(spec.hidden, inputs.dtype, inputs.routing.seed)
+        self.slots = ExpertsOfSlots(self.experts, exchange)
         first = inputs.at(0)
         self.batch = Batch(first.x.clone(), first.ids.clone(), first.weights.clone())
         self.y = torch.empty_like(first.x)
@@ -194,13 +196,13 @@ class GpuExchangeStep:
         self.rows.fill_(torch.nan)
         first = self.world.rank * len(self.dispatched.expert_counts)
         if self.exchange.spec.by_token:
-            sums = sum_experts(self.dispatched, self.experts, first)
+            sums = sum_experts(self.dispatched, self.slots, first)
             self.rows[: len(sums)] = sums.to(self.rows.dtype)
             return
         starts, counts = self.dispatched.expert_offsets.tolist(), self.dispatched.expert_counts.tolist()
         for local, (start, count) in enumerate(zip(starts, counts, strict=False)):  # offsets also hold the end
             row = slice(start, start + count)
-            self.rows[row] = self.experts(first + local, received(self.dispatched, row)).to(self.rows.dtype)
+            self.rows[row] = self.slots(first + local, received(self.dispatched, row)).to(self.rows.dtype)
 
     def _fill_rows(self) -> None:
         self.rows.uniform_(-1, 1, generator=generator("rows", self.world.rank, device=self.world.device))

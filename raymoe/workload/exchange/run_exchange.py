@@ -17,7 +17,9 @@ from raymoe.exchange.exchange import Exchange
 from raymoe.exchange.spec import ExchangeSpec
 from raymoe.memory.world import World
 from raymoe.moe.differentiable import expert_major
+from raymoe.moe.placement import Placement
 from raymoe.moe.weights import generator
+from raymoe.workload.exchange.placed import ExpertsOfSlots, PlacedDraws
 from raymoe.workload.exchange.received import sum_experts
 from raymoe.workload.inputs import Inputs, Routing
 from raymoe.workload.measure import (
@@ -72,13 +74,14 @@ def run_exchange(case: Case, world: World, progress: Callable[[Progress], None])
     spec = spec_of(job)
     verify = job.steps.verify and job.exchange.backend != ROW_PUSH
     steps = Steps(job.steps.warmup, job.steps.count, verify, bound_of(spec))
-    with _opening(case, world, spec, inputs) as step:
+    placed = PlacedDraws.of(world, inputs.draws, spec)
+    with _opening(case, world, spec, inputs, placed.placement) as step:
         keys = step.keys
         label = f"{case.name}: exchange by {keys['backend']}"
-        traffic = traffic_of(world, inputs.draws, spec)
+        traffic = traffic_of(world, placed.draws, placed.spec)
         ops = [(op, {"backend": str(keys["backend"]), "l2": l2}) for op, l2 in step.ops]
-        load = expert_load(world, inputs.draws, spec)
-        work = work_of(world, inputs.draws, load, traffic, ops)
+        load = expert_load(world, placed.draws, placed.spec)
+        work = work_of(world, placed.draws, load, traffic, ops)
         samples = measure(world, steps, step, step_listener(progress, steps.total, work=work), label)
         with aborting(world):
             timelines = step.timelines()
@@ -108,8 +111,10 @@ def host_times(samples: Samples, index: int) -> Line:
 
 
 @contextmanager
-def _opening(case: Case, world: World, spec: ExchangeSpec, inputs: Inputs) -> Iterator[TracedStep]:
-    """Open the exchange of a case, and its step."""
+def _opening(
+    case: Case, world: World, spec: ExchangeSpec, inputs: Inputs, placement: Placement | None
+) -> Iterator[TracedStep]:
+    """Open the exchange of a case, and its step. `placement` is that of its slots, if it has some."""
     section, steps = case.job.exchange, case.job.steps
     if section.backend == ROW_PUSH:
         from raymoe.workload.compare.row_push import RowPushStep
@@ -121,6 +126,8 @@ def _opening(case: Case, world: World, spec: ExchangeSpec, inputs: Inputs) -> It
     with ExitStack() as stack:
         if world.device.type == "cpu":
             exchange = stack.enter_context(Exchange(world, spec, section.backend, **limits))
+            if placement is not None:
+                exchange.place(placement)
             yield ExchangeStep(world, exchange, inputs)
             return
         from raymoe.exchange.peer.workspace import Workspace
@@ -130,6 +137,8 @@ def _opening(case: Case, world: World, spec: ExchangeSpec, inputs: Inputs) -> It
         if steps.trace and not spec.by_copy_engine and not spec.by_token and world.domains == 1:
             traced = stack.enter_context(Workspace(world, spec, traced=True))
         exchange = stack.enter_context(Exchange(world, spec, section.backend, workspace=traced, **limits))
+        if placement is not None:
+            exchange.place(placement)
         yield stack.enter_context(closing(GpuExchangeStep(world, exchange, inputs, steps.graph, traced)))
 
 
@@ -142,6 +151,7 @@ class ExchangeStep:
         self.world, self.exchange, self.inputs = world, exchange, inputs
         spec = exchange.spec
         self.experts = AffineExperts(spec.hidden, inputs.dtype, inputs.routing.seed)
+        self.slots = ExpertsOfSlots(self.experts, exchange)
         # Combine sends these on steps that are not verified. Written once: to read unwritten pages would cost nothing.
         self.rows = torch.empty(spec.rows(world.size), spec.hidden, dtype=inputs.dtype)
         self.rows.uniform_(-1, 1, generator=generator("rows", world.rank))
@@ -182,10 +192,10 @@ class ExchangeStep:
         x, rows = expert_major(dispatched), torch.full_like(self.rows, torch.nan)
         first = self.world.rank * len(dispatched.expert_counts)
         if self.exchange.spec.by_token:
-            sums = sum_experts(dispatched, self.experts, first)
+            sums = sum_experts(dispatched, self.slots, first)
             rows[: len(sums)] = sums.to(rows.dtype)
             return rows
         for local, count in enumerate(dispatched.expert_counts.tolist()):
             start = int(dispatched.expert_offsets[local])
-            rows[start : start + count] = self.experts(first + local, x[start : start + count]).to(rows.dtype)
+            rows[start : start + count] = self.slots(first + local, x[start : start + count]).to(rows.dtype)
         return rows

@@ -13,6 +13,8 @@ from tests.unit.config.configs_on_disk import problems, write
 IMPOSSIBLE = [
     ("layer", "world.ranks=3", "32 experts do not divide among 3 ranks, 30 or 33 would"),
     ("layer", "shape.experts=30", "30 experts do not divide among 4 ranks, 28 or 32 would"),
+    ("exchange", "exchange.slots=7", "32 experts do not fit into 7 slots on each of 4 ranks, 8 do"),
+    ("layer", "exchange.slots=8", "workload layer has no slots, leave slots out, or run workload exchange"),
     ("exchange", "shape.topk=33", "topk 33 is more than the 32 experts"),
     ("exchange", "shape.hidden=1023", "a row of 1023 bfloat16 has 2046 bytes, not a multiple of 16, hidden 1024 would"),
     ("exchange", "exchange.wire=float16", "rows of bfloat16 cannot cross as float16"),
@@ -226,6 +228,7 @@ def test_possible_exchange_settings_are_accepted(tmp_path, settings):
         ["exchange.wire={dispatch: bfloat16, combine: float32}"],
         ["exchange.wire.combine=float16"],
         ["exchange.capacity=2048"],
+        ["workload=exchange", "exchange.slots=11", "world.ranks=3"],
         ["exchange.capacity=1.25"],
         ["exchange.capacity=1", "routing.masked=1"],
         ["exchange.capacity=1", "routing.ragged=true"],

@@ -46,6 +46,7 @@ from raymoe.exchange.peer.dispatch import (
     routed_again,
 )
 from raymoe.exchange.peer.ll import combine_ll_source, dispatch_ll_source
+from raymoe.exchange.slot_kernel import MARK_DISPATCH, TAKE_SLOTS
 from raymoe.moe.few_rows import source_of as few_rows_source
 from raymoe.packaged import packaged_folder
 from raymoe.transport.copy_kernel import COPY, MOST_TRANSFERS, CopyParams, Transfer
@@ -62,7 +63,8 @@ _FOLDER = KERNELS / "include" / "raymoe"
 HEADERS = sorted(str(path.relative_to(_FOLDER)) for path in _FOLDER.rglob("*.cuh"))
 DTYPES = ("bfloat16", "float16", "float32")
 BEFORE_HOPPER = (
-    *(PUBLISH_ROUTING, COUNT, NUMBER, SPREAD, PUBLISH_PASS, COMPARE_PASSES),
+    *(PUBLISH_ROUTING, COUNT, NUMBER, SPREAD, PUBLISH_PASS, COMPARE_PASSES, TAKE_SLOTS),
+    MARK_DISPATCH,
     *(source for dtype in DTYPES for wire in DTYPES for source in sum_sources(dtype, wire)),
     *(PUBLISH_TOKENS, ENTER_DOMAIN, JOIN_EXPERTS, PUBLISH_STATUSES),
     *(sum_source(dtype, wire) for dtype in DTYPES for wire in DTYPES),
@@ -193,6 +195,7 @@ def rule(check: Callable[[Compiled], None]) -> Callable[[Compiled], None]:
     return check
 
 
+@pytest.mark.timeout(290)  # all builds of the session start at once, and each takes many seconds on a loaded machine
 def test_a_build_keeps_every_rule(compiled):
     for check in RULES:
         check(compiled)

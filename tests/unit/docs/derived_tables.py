@@ -9,7 +9,6 @@ from dataclasses import dataclass
 
 import numpy
 
-from raymoe.transport.choice import BUILT_IN
 from tests.unit.docs.measured_tables import DOCS
 from tests.unit.docs.raw_lines import BENCHMARKS, Column, date_of
 
@@ -60,7 +59,7 @@ def lines_over_tokens() -> Cells:
 def one_after_the_other() -> Cells:
     """What a product and an operation take alone, and the share that they save side by side."""
     rows = []
-    for sms in ("32", "48", "64", "80", "96", "auto"):
+    for sms in ("32", "48", "64", "auto"):
         cells = [sms]
         for op in ("dispatch", "combine"):
             alone, product, both = (_beside(name, sms) for name in (op, "product", f"{op}+product"))
@@ -75,24 +74,6 @@ def _beside(op: str, sms: str) -> float:
     return Column(BESIDE, "wiii", keys).value({})
 
 
-def copy_engine_from() -> Cells:
-    """The sizes from which the copy engine is taken: in the code, and by the tuned table of a file."""
-    rows = []
-    for pattern in ("pairs", "all_to_all"):
-        for protocol in ("put", "get"):
-            built_in = min(
-                rule.from_bytes
-                for rule in BUILT_IN.rules
-                if (rule.pattern, rule.protocol, rule.transport) == (pattern, protocol, "copy_engine")
-            )
-            tuned = re.search(
-                rf"^{pattern} {protocol}: tma, copy_engine from (\d+)MiB", text_of("tune_h200x4.txt"), re.M
-            )
-            assert tuned
-            rows.append([f"{pattern}, {protocol}", f"{built_in >> 20} MiB", f"{tuned[1]} MiB"])
-    return rows
-
-
 def over_a_slow_link() -> Cells:
     lines = json_lines("rail_shaped_cpu.txt")
     return [[f"{line['topk']}", f"{line['rail_ms']:.0f}", f"{line['flat_ms']:.0f}"] for line in lines]
@@ -101,6 +82,8 @@ def over_a_slow_link() -> Cells:
 def hops() -> Cells:
     rows = []
     for line in json_lines("rail_one_gpu_h200.txt"):
+        if line["tokens"] != 4096:
+            continue
         for op in ("dispatch", "combine"):
             names = [f"inside: {op}", f"without network: {op}", f"network: {op}", op]
             names += [f"{op} in {chunks}" for chunks in (2, 4, 8)]
@@ -170,7 +153,6 @@ def eager_runs() -> Cells:
 DERIVED = [
     Derived("evidence/scaling.md", "two H200, µs", lines_over_tokens),
     Derived("evidence/overlap.md", "`sms`", one_after_the_other),
-    Derived("evidence/links.md", "copy engine from", copy_engine_from),
     Derived("evidence/domains.md", "top-k", over_a_slow_link),
     Derived("evidence/domains.md", "domains, tokens, operation", hops),
     Derived("evidence/layer.md", "H200, ranks", beside_transformers),

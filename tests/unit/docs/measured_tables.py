@@ -277,12 +277,6 @@ def layer_parts(first: str, file: str, run: str, counts: tuple[int, ...]) -> Tab
     return Table("evidence/layer.md", first, columns, operation)
 
 
-def layer_by_sms() -> Table:
-    ops = ("step", "dispatch", "shared", "combine")
-    columns = {f"`{op}`": Column("layer_sms_h200", "kwaz", {"op": op, "l2": "cold"}) for op in ops}
-    return Table("evidence/layer.md", "SMs of the exchange", columns, sms)
-
-
 PERFORMANCE, COMPARISON, SCALING = "evidence/performance.md", "evidence/comparison.md", "evidence/scaling.md"
 TABLES = [
     performance(PERFORMANCE, "tokens, 2× H200", "bench_exchange_h200x2", "csun"),
@@ -301,13 +295,9 @@ TABLES = [
     rows_by_system("128 rows", 128),
     beside_liger(),
     stages_of_rows("rms_norm"),
-    stages_of_rows("rms_norm_fp8"),
-    stages_of_rows("rms_norm_backward"),
     timeline("evidence/experiments/timeline.md", "tokens, 2× H200", "bench_trace_h200x2", "ziqr"),
     layer_parts("forward on two, tokens", "layer_h200x2", "asnu", (1, 128, 4096)),
     layer_parts("with gradients on two, tokens", "layer_h200x2", "dygh", (128, 4096)),
-    layer_parts("alone on two H100, tokens", "layer_h100x2", "qaeu", (128, 4096)),
-    layer_by_sms(),
     overlap_tried(
         "`sms`, in parts",
         {
@@ -327,12 +317,6 @@ TABLES = [
     ),
     # The archive.
     performance(ARCHIVE, "tokens, 4× H200", "bench_exchange_h200x4", "unnt"),
-    as_fp8(ARCHIVE, "tokens as fp8, 4× H200", "bench_exchange_fp8_h200x4", "rzwe"),
     systems(ARCHIVE, "tokens by system, 4× H200", "bench_exchange_h200x4", "gxgs"),
-    by_sms(ARCHIVE, "SMs, 4× H200", "bench_sms_h200x4", "wtwj"),
-    zipf(ARCHIVE, "tokens, zipf, 4× H200", "bench_zipf_h200x4", "trfp"),
-    overlap(ARCHIVE, "`sms`, 4× H200", "bench_overlap_h200x4", "lxyp"),
-    copies(ARCHIVE, "one pair of four at a time", "p2p_h200x4", "yapr", "pairs"),
     copies(ARCHIVE, "all four, each to three", "p2p_h200x4", "yapr", "all_to_all"),
-    timeline(ARCHIVE, "points of a dispatch, tokens, 4× H200", "bench_trace_h200x4", "cpvz"),
 ]

@@ -15,23 +15,23 @@ from raymoe import cli
 from raymoe.config import load_job
 from raymoe.config.explain import key_tree, leaves
 from raymoe.config.job import MAX_CASES, MEANINGS, Job, find, put
-from raymoe.config.reference import reference
-from raymoe.config.submission import Submission, load_submission
+from raymoe.config.reference import Key, keys, reference
+from raymoe.config.submission import Submission, load_submission, submission_schema
+from raymoe.config.write import job_schema
 from tests.python_path import REPOSITORY
 
 PAGE = REPOSITORY / "docs" / "configuration.md"
 MAPPINGS = ("exchange.wire", "exchange.net", "layer.router")
-"""Keys that hold a mapping inside a section. They have a row beside those of their keys."""
+"""Keys that hold a mapping inside a section. They have an item beside those of their keys."""
 CONFIGS, JOBS = reference().split("\n## Jobs\n")
+CONFIG_KEYS = {key.name: key for key in keys(job_schema())}
+JOB_KEYS = {key.name: key for key in keys(submission_schema())}
 
 
-def rows(part: str) -> dict[str, list[str]]:
-    """Return the cells of the page's tables by key: type, default, example, meaning."""
-    tables = [re.split(r"(?<!\\) \| ", line[2:-2]) for line in part.splitlines() if line.startswith("| `")]
-    return {key.strip("`"): [cell.strip().replace("\\|", "|") for cell in cells] for key, *cells in tables}
-
-
-CONFIG_ROWS, JOB_ROWS = rows(CONFIGS), rows(JOBS)
+def items(part: str) -> dict[str, str]:
+    """Return the items of the page's lists by key, each on one line."""
+    found = re.findall(r"^\* `([\w.]+)` (\(.*?)(?=^\*|^#|^$|\Z)", part, re.MULTILINE | re.DOTALL)
+    return {key: " ".join(text.split()) for key, text in found}
 
 
 def test_the_page_is_the_output_of_the_command(capsys: pytest.CaptureFixture[str]) -> None:
@@ -41,26 +41,32 @@ def test_the_page_is_the_output_of_the_command(capsys: pytest.CaptureFixture[str
     assert cli.main(["schema", "--markdown", "--job"]) == 2
 
 
-def test_every_key_has_a_row_with_type_example_and_meaning() -> None:
-    assert set(leaves(key_tree())) | {"defaults", *MAPPINGS} == set(CONFIG_ROWS)
-    assert set(leaves(key_tree(Submission))) == set(JOB_ROWS)
-    for key, (kind, _, example, meaning) in (CONFIG_ROWS | JOB_ROWS).items():
-        assert kind and example and meaning, f"{key} lacks a type, an example or a meaning"
-        assert meaning.endswith((".", ")")) and len(meaning) > 15, f"{key}: {meaning}"
+def test_every_key_has_an_item_with_type_example_and_meaning() -> None:
+    assert set(leaves(key_tree())) | {"defaults", *MAPPINGS} == set(CONFIG_KEYS)
+    assert set(leaves(key_tree(Submission))) == set(JOB_KEYS)
+    for part, of_part in ((CONFIGS, CONFIG_KEYS), (JOBS, JOB_KEYS)):
+        shown = items(part)
+        assert set(shown) == set(of_part)
+        for name, text in shown.items():
+            key, meaning = of_part[name], " ".join(of_part[name].meaning.split())
+            assert key.kind and key.example and text.startswith(f"({key.kind}")
+            assert (f", default {key.default}): " in text) == (key.default not in ("", "required"))
+            assert f"): {meaning}" in text and text.endswith(f"Example: {key.example}.") == key.needs_example
+            assert meaning.endswith((".", ")")) and len(meaning) > 15, f"{name}: {meaning}"
 
 
-def example(key: str, row: list[str]) -> Any:
-    """Return the value of a row's example, which also names the key."""
-    [(name, value)] = yaml.safe_load(row[2].strip("`")).items()
-    assert name == key.rpartition(".")[2]
+def example(key: Key) -> Any:
+    """Return the value of a key's example, which also names the key."""
+    [(name, value)] = yaml.safe_load(key.example.strip("`")).items()
+    assert name == key.name.rpartition(".")[2]
     return value
 
 
 def defaults() -> Iterator[tuple[str, Any]]:
     job = Job(name="x", workload="layer").model_dump(mode="json")
-    for key, row in CONFIG_ROWS.items():
-        if row[1] != "required" and key not in ("defaults", "name", "matrix", *MAPPINGS):
-            yield key, (find(job, key), yaml.safe_load(row[1].strip("`")) if row[1] else None)
+    for name, key in CONFIG_KEYS.items():
+        if key.default != "required" and name not in ("defaults", "name", "matrix", *MAPPINGS):
+            yield name, (find(job, name), yaml.safe_load(key.default.strip("`")) if key.default else None)
 
 
 def test_the_defaults_are_those_of_a_job() -> None:
@@ -68,7 +74,7 @@ def test_the_defaults_are_those_of_a_job() -> None:
     assert wrong == {}
 
 
-@pytest.mark.parametrize("key", [key for key in CONFIG_ROWS if key != "defaults"])
+@pytest.mark.parametrize("key", [key for key in CONFIG_KEYS if key != "defaults"])
 def test_the_example_of_a_key_is_a_valid_config(key: str, tmp_path: Path) -> None:
     """A config with the example, and with what gives the key a meaning, has no problem; and the key is used."""
     plain: dict[str, Any] = {"workload": "p2p" if key.startswith("p2p.") else "exchange"}
@@ -88,7 +94,7 @@ def test_the_example_of_a_key_is_a_valid_config(key: str, tmp_path: Path) -> Non
     }
     for other, value in needed.get(key, {}).items():
         plain = put(plain, other, value)
-    plain = put(plain, key, example(key, CONFIG_ROWS[key]))
+    plain = put(plain, key, example(CONFIG_KEYS[key]))
     (tmp_path / "ids.npy").touch()
     file = tmp_path / "example.yaml"
     file.write_text(yaml.safe_dump(plain))
@@ -99,9 +105,9 @@ def test_the_example_of_a_key_is_a_valid_config(key: str, tmp_path: Path) -> Non
 
 def test_the_examples_of_a_job_are_a_valid_job(tmp_path: Path) -> None:
     plain: dict[str, Any] = {}
-    for key, row in JOB_ROWS.items():
-        if key not in ("runtime_env.uv", "runtime_env.conda"):  # one of pip, uv and conda
-            plain = put(plain, key, example(key, row))
+    for name, key in JOB_KEYS.items():
+        if name not in ("runtime_env.uv", "runtime_env.conda"):  # one of pip, uv and conda
+            plain = put(plain, name, example(key))
     for folder in ("jobs", "my_package"):
         (tmp_path / folder).mkdir()
     file, program = tmp_path / "jobs" / "job.yaml", plain.pop("program")
@@ -119,9 +125,9 @@ def test_the_examples_of_a_job_are_a_valid_job(tmp_path: Path) -> None:
         file.write_text(yaml.safe_dump({**plain, "program": one}))
         entrypoint = load_submission(str(file))[1].entrypoint
         assert entrypoint == ("python", "-m", "raymoe.program", *words, *program["arguments"])
-    for key in ("uv", "conda"):
-        value = example(key, JOB_ROWS[f"runtime_env.{key}"])
-        assert Submission.model_validate({"config": "quickstart", "runtime_env": {key: value}})
+    for tool in ("uv", "conda"):
+        value = example(JOB_KEYS[f"runtime_env.{tool}"])
+        assert Submission.model_validate({"config": "quickstart", "runtime_env": {tool: value}})
 
 
 def number(text: str) -> float:
@@ -130,11 +136,13 @@ def number(text: str) -> float:
     return float(text) if not rest else int(base) ** int(power) - int(less or 0)
 
 
-@pytest.mark.parametrize("key", [key for key, row in CONFIG_ROWS.items() if re.search(r"number [^ ]+ to ", row[0])])
+@pytest.mark.parametrize(
+    "key", [name for name, key in CONFIG_KEYS.items() if re.search(r"(integer|number) [^ ]+ to ", key.kind)]
+)
 def test_the_bounds_of_a_key_are_those_that_a_config_is_held_to(key: str) -> None:
-    found = re.search(r"(whole )?number ([^ ]+) to ([0-9^]+(?: - 1)?)", CONFIG_ROWS[key][0])
+    found = re.search(r"(integer|number) ([^ ]+) to ([0-9^]+(?: - 1)?)", CONFIG_KEYS[key].kind)
     assert found
-    convert, step = (int, 1) if found[1] else (float, 1e-6)
+    convert, step = (int, 1) if found[1] == "integer" else (float, 1e-6)
     least, most = convert(number(found[2])), convert(number(found[3]))
     for inside in (least, most):
         assert find(job_with(key, inside).model_dump(), key) == inside
@@ -148,4 +156,4 @@ def job_with(key: str, value: object) -> Job:
 
 
 def test_numbers_in_the_text_are_those_of_the_code() -> None:
-    assert f"at most {MAX_CASES}." in CONFIG_ROWS["matrix"][3]
+    assert f"at most {MAX_CASES}." in CONFIG_KEYS["matrix"].meaning

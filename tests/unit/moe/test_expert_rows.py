@@ -109,6 +109,7 @@ def run_gated(
         rows.judge(d_weights, d_share, float(ffn))
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("options", ["plain", "biased", "weighted", "biased weighted"])
 @pytest.mark.parametrize("gate", FORMS)
 def test_gated_rows_and_their_gradients_are_those_of_float64(gate: str, options: str) -> None:

@@ -32,8 +32,8 @@ def world() -> Iterator[World]:
         yield world
 
 
-def layer_of(world: World, seed: int) -> MoELayer:
-    layer = MoELayer(world, SPEC, FORM, seed=seed)
+def layer_of(world: World, seed: int, spec: ExchangeSpec = SPEC) -> MoELayer:
+    layer = MoELayer(world, spec, FORM, seed=seed)
     with torch.no_grad():
         layer.gate.e_score_correction_bias += seed
     return layer
@@ -424,6 +424,78 @@ def test_an_engine_loads_what_a_trainer_with_other_ranks_offers(trainers: int, e
     finally:
         close(train)
         close(serve)
+
+
+PLACED = torch.tensor([[0, 3, 5, -1, 7], [1, 2, 3, 4, 6]], dtype=torch.int32)
+"""Eight experts in ten slots: a copy of expert 3, and an empty slot."""
+MOVED = torch.tensor([[6, 3, 5, 2, 7], [1, 2, -1, 4, 0]], dtype=torch.int32)
+
+
+def test_copies_of_experts_are_offered_once_and_loaded_into_every_slot() -> None:
+    train, serve = wired(2, "train"), wired(2, "serve")
+    slots = dataclasses.replace(SPEC, slots=5)
+    try:
+
+        def offer(world: World) -> tuple[MoELayer, Any]:
+            layer = layer_of(world, 2, slots)
+            layer.place(PLACED)
+            offered = offer_weights(layer, readers=2)
+            offered.publish()
+            return layer, offered
+
+        offers = each(train, offer)
+        descriptors = [offered.descriptor() for _, offered in offers]
+        new = whole_weights(2)
+
+        def load(world: World) -> dict[str, Tensor]:
+            layer = layer_of(world, 1, slots)
+            layer.place(MOVED)
+            with open_weights(world, descriptors) as opened:
+                layer.load(opened)
+            return weights_of(layer)
+
+        for rank, loaded in enumerate(each(serve, load)):
+            assert isinstance(loaded, dict), loaded
+            for name, tensor in loaded.items():
+                if name.startswith("experts."):
+                    for place, expert in enumerate(MOVED[rank].tolist()):
+                        assert expert < 0 or same_bits(tensor[place], new[name][expert]), (rank, name, place)
+                else:
+                    assert_same_bits(tensor, new[name])
+
+        def move(world: World) -> None:
+            layer, offered = offers[world.rank]
+            layer.place(MOVED)
+            offered.publish()
+
+        assert all("since their weights were offered" in str(error) for error in each(train, move))
+        each(train, lambda world: offers[world.rank][1].close())
+    finally:
+        close(train)
+        close(serve)
+
+
+def test_a_placement_in_the_middle_of_a_load_is_refused() -> None:
+    worlds = wired(2, "placed")
+    try:
+        new = whole_weights(2)
+
+        def load(world: World) -> dict[str, Tensor]:
+            layer = layer_of(world, 1, dataclasses.replace(SPEC, slots=5))
+            layer.place(PLACED)
+            with pytest.raises(ConfigError, match="moved to other slots while"), layer.loading() as weights:
+                weights.load(new)
+                layer.place(MOVED)
+            layer.load(new)
+            return weights_of(layer)
+
+        for rank, loaded in enumerate(each(worlds, load)):
+            assert isinstance(loaded, dict), loaded
+            down = loaded["experts.down_proj"]
+            for place, expert in enumerate(MOVED[rank].tolist()):
+                assert expert < 0 or same_bits(down[place], new["experts.down_proj"][expert])
+    finally:
+        close(worlds)
 
 
 def world_of_some(outer: World, ranks: range, name: str) -> World | None:

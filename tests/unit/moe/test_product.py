@@ -26,6 +26,7 @@ def check(case: ProductCase, blocks: int = 2, seed: int = 0) -> None:
     judge(product, case.untouched)
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize(
     "case",
     [
@@ -61,6 +62,7 @@ def test_any_number_of_blocks_shares_the_tiles(tiles: TileClass, seed: int) -> N
     check(ProductCase(columns=136, outputs=272, tiles=tiles), blocks=seed % 3 + 1, seed=seed)
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize(
     "case",
     [

@@ -158,7 +158,7 @@ def test_the_machine_names_the_error(error: str) -> None:
         run_product(case.product(), changes=[change])
 
 
-@pytest.mark.one_in(4)
+@pytest.mark.one_in(6)
 @pytest.mark.parametrize("seed", SEEDS)
 @pytest.mark.parametrize(
     "case", dict.fromkeys(case for case, _ in (*INJECTED_BUGS.values(), *BY_ERROR.values())), ids=str

@@ -143,7 +143,8 @@ def clipped(rank: int, way: str, experts_over: int, norm_type: float) -> list[An
     return [float(norm), float(total), float(again), max(errors.values())]
 
 
-@pytest.mark.parametrize("norm_type", [2.0, pytest.param(float("inf"), marks=pytest.mark.thorough)])
+@pytest.mark.one_in(2)
+@pytest.mark.parametrize("norm_type", [2.0, float("inf")])
 @pytest.mark.parametrize(("ranks", "experts_over"), [(4, 4), (4, 2)])
 @pytest.mark.parametrize("way", WAYS)
 def test_the_norm_and_the_clipped_gradients_are_those_of_an_unsharded_run(
@@ -237,6 +238,7 @@ def check_counts(found: list[list[Any]], ranks: int, experts_over: int) -> None:
         assert first == found[0][2] and bias == found[0][5]
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize(("ranks", "experts_over"), [(4, 4), (4, 2)])
 @pytest.mark.parametrize("again", [None, False, True], ids=["once", "checkpoint", "reentrant"])
 def test_stats_count_each_pass_of_all_ranks_once_and_the_bias_follows_the_sign(
@@ -245,7 +247,8 @@ def test_stats_count_each_pass_of_all_ranks_once_and_the_bias_follows_the_sign(
     check_counts(groups(ranks, counted, experts_over, again, False), ranks, experts_over)
 
 
-@pytest.mark.parametrize("again", [None, pytest.param(False, marks=pytest.mark.thorough)], ids=["once", "checkpoint"])
+@pytest.mark.thorough
+@pytest.mark.parametrize("again", [None, False], ids=["once", "checkpoint"])
 @pytest.mark.timeout(300)
 def test_compiled_layers_count_too(groups: Groups, again: bool | None, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("tests.unit.ranks.DEADLINE_S", 240.0)

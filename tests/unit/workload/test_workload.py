@@ -128,6 +128,22 @@ def test_every_layout_and_dtype_is_verified(pool: RankPool, layout: str, dtype: 
         assert all(line["verified"] and line["layout"] == layout and line["dtype"] == dtype for line in lines)
 
 
+@pytest.mark.one_in(2)
+@pytest.mark.parametrize("layout", ["expert", "token"])
+def test_slots_are_verified_and_even_the_rows_of_ranks(pool: RankPool, layout: str) -> None:
+    """Eight experts on four ranks: with two slots a rank there is no copy, and one expert has most rows."""
+    asked: dict[str, Any] = {"routing": {"kind": "zipf", "alpha": 1.5}}
+    asked["shape"] = {"experts": 8, "topk": 2, "tokens": 200}
+    most = {}
+    for slots in (2, 3):
+        lines = run(pool, job("exchange", **asked, exchange={"layout": layout, "slots": slots}))
+        load = lines[0]["expert_load"]
+        assert all(line["verified"] for line in lines) and len(load) == 4 * slots
+        assert sum(load) == pytest.approx(4 * 200 * 2, abs=0.2)
+        most[slots] = max(sum(load[first : first + slots]) for first in range(0, 4 * slots, slots)) / sum(load) * 4
+    assert most[3] < 1.1 < 1.3 < most[2]
+
+
 @pytest.mark.parametrize("wire", ["bfloat16", "float16"])
 def test_a_16_bit_combine_wire_halves_its_bytes_and_is_verified(pool: RankPool, wire: str) -> None:
     """The bound is that of the coarser dtype; the error is above that of float32."""

@@ -128,6 +128,7 @@ FAULTS = [
 ]
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize(("fault", "says"), FAULTS)
 def test_refusals_name_the_token_and_the_rank(groups: Groups, fault: tuple[str, int, int], says: str) -> None:
     for report in groups(2, refuse, fault):

@@ -266,7 +266,7 @@ def differentiate(_rank: int, case: Case, domain: int, keeps_places: bool = True
         return run_gradients(world, case), tuple(calls.call_count for calls in counted)
 
 
-@pytest.mark.one_in(2)
+@pytest.mark.one_in(4)
 @pytest.mark.parametrize("weighted", [True, False])
 @pytest.mark.parametrize("number", range(len(GRADIENTS)))
 def test_gradients_equal_autograd_in_float64(groups: Groups, number: int, weighted: bool) -> None:
@@ -333,6 +333,7 @@ def restore(rank: int, case: Case) -> Any:
         return results
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("alignment", [1, 4])
 @pytest.mark.parametrize("layout", ["expert", "rank"])
 def test_a_dispatch_made_again_from_its_metadata_is_the_same(groups: Groups, layout: str, alignment: int) -> None:

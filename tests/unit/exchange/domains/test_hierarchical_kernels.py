@@ -41,7 +41,7 @@ def awkward_rows(dtype: torch.dtype) -> torch.Tensor:
     return x.to(dtype)
 
 
-@pytest.mark.one_in(2)
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])
 @pytest.mark.parametrize("kind", ["fused", "ll"])
 def test_rows_quantised_by_torch_are_those_of_the_kernels(kind: str, dtype: str) -> None:
@@ -120,6 +120,7 @@ CASES = [
 ]
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize(("number", "chunk"), [*((number, 0) for number in range(len(CASES))), (0, 2), (1, 3), (2, 1)])
 def test_rows_cross_between_domains_as_they_do_in_one(groups: Groups, number: int, chunk: int) -> None:
     kind, pairs, spec = CASES[number]
@@ -176,6 +177,7 @@ def return_gradients(rank: int, case: Case, kind: str, chunk: int) -> Any:
     return results
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize(
     ("kind", "alignment", "chunk"),
     [("fused", 1, 0), ("fused", 4, 0), ("ll", 4, 0), ("staged", 1, 0), ("chunks", 1, 3), ("chunks", 4, 1)],

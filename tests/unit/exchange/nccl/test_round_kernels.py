@@ -274,6 +274,7 @@ def test_entries_without_a_row_are_not_read() -> None:
     assert out.tolist() == [[200] * 32, rows[1].tolist(), [200] * 32, rows[0].tolist()]
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("backend", ON_TENSORS)
 @pytest.mark.parametrize("fault", [("id", 6), ("id", -2), ("id", 2**40), ("capacity", 0)], ids=str)
 def test_all_ranks_report_refused_data_and_the_next_step_works(
@@ -347,6 +348,7 @@ MIXED_BACKWARD = {
 """The errors for ranks whose backward passes differ, by the difference."""
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("backend", ON_TENSORS)
 @pytest.mark.parametrize("kind", MIXED_BACKWARD)
 def test_all_ranks_report_backward_passes_that_differ(pool: RankPool, backend: str, kind: str) -> None:

@@ -101,7 +101,7 @@ def test_a_combine_accesses_no_row_after_the_last_offset(kind: str) -> None:
             assert y[:, 0].tolist() == [2.5, 5.25]
 
 
-@pytest.mark.one_in(3)
+@pytest.mark.one_in(4)
 @pytest.mark.parametrize("kind", ["fused", "ll", "staged", "copied"])
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])
 def test_weights_of_a_dispatch_return_to_their_entries(kind: str, dtype: str) -> None:

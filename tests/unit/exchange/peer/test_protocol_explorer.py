@@ -36,7 +36,7 @@ def check_that_it_holds(case: Case, limit: int = 1_000_000) -> Found:
     return found
 
 
-@pytest.mark.one_in(2)
+@pytest.mark.one_in(4)
 @pytest.mark.parametrize("program", ORDERS)
 @pytest.mark.parametrize("ranks", [2, 3])
 def test_the_protocol_holds_for_three_epochs_in_any_order(ranks, program):
@@ -61,7 +61,7 @@ OWN_1 = (full(1, 2, own=True),)
 ACROSS: Routing = (((1,), (1,)), ((0,), ()), ((), (3,)), ((2,), (2,)))  # two domains of two ranks
 
 
-@pytest.mark.one_in(2)
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize(
     "case",
     [
@@ -191,7 +191,7 @@ def test_the_protocol_holds_for_other_refusals(case):
     assert len(check_that_it_holds(case).endings) == 1
 
 
-@pytest.mark.one_in(3)
+@pytest.mark.one_in(5)
 @pytest.mark.parametrize("program", LINES)
 @pytest.mark.parametrize("ranks", [2, 3])
 def test_lines_hold_in_any_order_of_operations(ranks, program):
@@ -215,7 +215,7 @@ def test_lines_hold_for_more_tokens_and_between_other_operations(case):
     assert len(check_that_it_holds(case).endings) == 1
 
 
-@pytest.mark.one_in(2)
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize(
     "case",
     [
@@ -266,7 +266,7 @@ def test_every_routing_of_two_ranks_holds_over_three_epochs():
     assert len(set(states)) > 5  # the routings lead to different searches
 
 
-@pytest.mark.one_in(2)
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize(
     "case",
     [
