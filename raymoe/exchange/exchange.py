@@ -16,7 +16,7 @@ import torch
 from raymoe.errors import CaptureError, ConfigError, PeerTimeout, RaymoeError
 from raymoe.exchange.arguments import Arguments, capturing, leave_untraced, refuse_overlap, refuse_tracing
 from raymoe.exchange.backend import HARMLESS_ERRORS, Backend, Dispatched, Ids, PendingCombine, SplitBackend, Tokens
-from raymoe.exchange.calls import Calls, one_at_a_time
+from raymoe.exchange.calls import Calls, call_marks, one_at_a_time
 from raymoe.exchange.choice import ExchangeRequest, choose, make_backend
 from raymoe.exchange.own_rows import own_rows
 from raymoe.exchange.slots import SlotExperts, SlotTable
@@ -115,7 +115,7 @@ class Exchange(OfOneProcess):
         _EXCHANGES[self.handle] = self
         self._numbers = None if spec.dispatch_wire == FP8 else self._operator_numbers()
         world.shared(SleepingMemory).watch(self)
-        self.calls_made = _call_marks(world.device)
+        self.calls_made = call_marks(world.device)
         """int32[1] that compiled functions change at each call, so that no compiler drops one."""
 
     @staticmethod
@@ -588,16 +588,6 @@ class _Poisoning:
             exchange._poison = RaymoeError(f"this exchange is unusable: {what}")
         if error is not cause:
             raise error from cause
-
-
-def _call_marks(device: torch.device) -> torch.Tensor:
-    """Make the tensor that compiled functions change. Its address stays, which CUDA graphs of torch.compile need."""
-    marks: Any = torch.zeros(1, dtype=torch.int32, device=device)
-    marks._dynamo_static_input_type = (
-        "unguarded"  # what torch._dynamo.mark_static_address does; its import takes a second
-    )
-    tensor: torch.Tensor = marks
-    return tensor
 
 
 def _let_go(backend: Backend, own: list[torch.Tensor]) -> None:
