@@ -45,6 +45,7 @@ class SleepingMemory:
         self._world = weakref.ref(world)
         self._pages: list[tuple[str, weakref.ref[Pages]]] = []  # weak: dropped weights free their memory
         self._busy: weakref.WeakSet[Busy] = weakref.WeakSet()
+        self._slept: set[int] = set()
         self._missing_before: set[int] = set()
         self.asleep = False
 
@@ -81,6 +82,7 @@ class SleepingMemory:
         if copy:
             self._act(lambda: [pages.copy_out() for _, pages in live], "sleep: copied")
         missing = world.shared(MissingWeights)
+        self._slept = {pages.address for _, pages in live}
         self._missing_before = {pages.address for _, pages in live if pages.address in missing}
         missing.add({pages.address: name for name, pages in live}, "they sleep", "call world.wake")
         self.asleep = True
@@ -112,6 +114,7 @@ class SleepingMemory:
         for _, pages in live:
             pages.drop_copy()
         missing, addresses = world.shared(MissingWeights), {pages.address for _, pages in live}
+        missing.remove(self._slept - addresses)  # those that were dropped meanwhile
         if restore == "host":
             missing.remove(addresses - self._missing_before)
         else:

@@ -57,17 +57,17 @@ class WeightTarget:
     of: int = 0
 
     @property
-    def places(self) -> dict[int, int]:
-        """Where each expert is along dimension 0."""
-        assert self.experts is not None
-        return {expert: place for place, expert in enumerate(self.experts) if expert >= 0}
-
-    @property
     def whole(self) -> int:
         """How many numbers a whole load gives it."""
         if self.experts is None or not self.experts:
             return self.memory.numel()
-        return self.memory.numel() // len(self.experts) * len(self.places)
+        return self.memory.numel() // len(self.experts) * sum(expert >= 0 for expert in self.experts)
+
+    def pairs(self, numbers: Sequence[int]) -> list[tuple[int, int]]:
+        """Return which row of a piece goes to which place: an expert's row to each of its slots here."""
+        assert self.experts is not None
+        rows = {expert: row for row, expert in enumerate(numbers) if expert >= 0}
+        return [(rows[expert], place) for place, expert in enumerate(self.experts) if expert in rows]
 
     def checked(self, piece: WeightPiece, cast: bool) -> tuple[Sequence[int] | None, list[int]]:
         """Return the numbers of the piece's experts and its begin in the other dimensions; raise if it does not fit."""
@@ -101,6 +101,11 @@ class WeightTarget:
                 raise ConfigError(
                     f"{self.name} was given {count} experts; without experts= it takes all {self.of}, or the "
                     f"{len(self.experts)} of this rank"
+                )
+            if count == self.of == len(self.experts) and list(self.experts) != list(range(self.of)):
+                raise ConfigError(
+                    f"{self.name} was given {count} experts, which may be all of them or those in the slots of this "
+                    f"rank, {list(self.experts)}; say which by experts="
                 )
             return range(self.of) if count == self.of else self.experts
         somebodys = [number for number in numbers if number != -1]
@@ -206,8 +211,7 @@ class Loading:
             self._given[piece.name].add(piece.name, [0], box)
             self._copy(target.memory[inside], values)
             return
-        places = target.places
-        pairs = [(row, places[expert]) for row, expert in enumerate(numbers) if expert in places]
+        pairs = target.pairs(numbers)
         self._given[piece.name].add(piece.name, [place for _, place in pairs], box)
         for row, place, count in _runs(pairs):
             self._copy(target.memory[(slice(place, place + count), *inside)], values[row : row + count])

@@ -198,9 +198,9 @@ class OpenedWeights:
             for entry in descriptor["weights"]:
                 name, experts = entry["name"], entry["experts"]
                 if experts is not None:
-                    new = [-1 if expert in taken[name] else expert for expert in experts]
+                    first = [expert not in taken[name] | set(experts[:place]) for place, expert in enumerate(experts)]
                     taken[name].update(experts)
-                    experts = new
+                    experts = [expert if new else -1 for expert, new in zip(experts, first, strict=True)]
                 yield WeightPiece(name, memory.tensor(name), experts)
 
 

@@ -327,7 +327,7 @@ def test_a_dropped_gpu_exchange_is_freed_at_the_next_open_or_close(world: World)
             mock.patch("raymoe.exchange.exchange.make_backend", lambda *_: backend),
             mock.patch("raymoe.exchange.exchange.choose", lambda *_: Choice("fused", sms=132)),
             mock.patch("raymoe.exchange.exchange.capturing", lambda _: False),
-            mock.patch("raymoe.exchange.exchange._call_marks", lambda _: None),
+            mock.patch("raymoe.exchange.exchange.call_marks", lambda _: None),
             mock.patch.object(world, "device", on_gpu),
         ):
             return make_and_drop(world, lambda world: Exchange(world, replace(SPEC, layout="rank"), "fused"))

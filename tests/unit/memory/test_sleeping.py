@@ -186,6 +186,16 @@ def test_dropped_weights_do_not_sleep(worlds: list[World]) -> None:
     assert [times.nbytes for times in each(worlds, lambda world: world.sleep())] == [32 * 16] * 2
 
 
+def test_weights_that_are_dropped_while_they_sleep_are_not_missed(worlds: list[World]) -> None:
+    weights = [[weight_of(world, "a"), weight_of(world, "b", 32)] for world in worlds]
+    each(worlds, lambda world: world.sleep())
+    for kept in weights:
+        del kept[0]
+    gc.collect()
+    assert [times.nbytes for times in each(worlds, lambda world: world.wake())] == [32 * 16] * 2
+    assert [world.halt for world in worlds] == [None, None]
+
+
 # On GPUs, with a fake driver.
 
 OUT_OF_MEMORY = 2

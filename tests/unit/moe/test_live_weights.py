@@ -475,6 +475,35 @@ def test_copies_of_experts_are_offered_once_and_loaded_into_every_slot() -> None
         close(serve)
 
 
+def test_copies_of_an_expert_on_one_rank_are_all_loaded(world: World) -> None:
+    spec, new = dataclasses.replace(SPEC, slots=E + 2), whole_weights(2)
+    held = [3, 0, 1, 2, 3, 4, 5, 6, 7, 3]
+    layer, trainer = layer_of(world, 1, spec), layer_of(world, 2, spec)
+    layer.place(torch.tensor([held], dtype=torch.int32))
+    before = weights_of(layer)
+    layer.load(new)
+    for name in ("gate_up_proj", "down_proj", "down_proj_bias"):
+        assert_same_bits(weights_of(layer)[f"experts.{name}"], new[f"experts.{name}"][held])
+    layer.load(before)
+    assert_has(layer, before)
+    trainer.place(torch.tensor([[7, 7, 6, 5, 4, 3, 2, 1, 0, 0]], dtype=torch.int32))
+    with offer_weights(trainer, readers=1) as offered, open_weights(world, [offered.descriptor()]) as opened:
+        offered.publish()
+        layer.load(opened)
+    assert_same_bits(weights_of(layer)["experts.down_proj"], new["experts.down_proj"][held])
+
+
+def test_all_experts_or_those_in_the_slots_must_be_said_where_both_fit(world: World) -> None:
+    layer, new = layer_of(world, 1, dataclasses.replace(SPEC, slots=E)), whole_weights(2)
+    held = [7, 6, 5, 4, 3, 2, 1, 0]
+    layer.load(new)
+    layer.place(torch.tensor([held], dtype=torch.int32))
+    with pytest.raises(ConfigError, match="may be all of them or those in the slots of this rank"):
+        layer.load(new)
+    layer.load(new, experts=range(E))
+    assert_same_bits(weights_of(layer)["experts.down_proj"], new["experts.down_proj"][held])
+
+
 def test_a_placement_in_the_middle_of_a_load_is_refused() -> None:
     worlds = wired(2, "placed")
     try:
