@@ -7,8 +7,6 @@ import threading
 from collections.abc import Callable
 from typing import Any, Concatenate, ParamSpec, TypeVar
 
-import torch
-
 from raymoe.errors import ConfigError
 
 P = ParamSpec("P")
@@ -64,13 +62,3 @@ def one_at_a_time(method: Callable[Concatenate[Any, P], T]) -> Callable[Concaten
     guarded._torchdynamo_disable = True  # type: ignore[attr-defined]
     guarded._torchdynamo_disable_msg = f"{op} of an exchange cannot be traced"  # type: ignore[attr-defined]
     return guarded
-
-
-def call_marks(device: torch.device) -> torch.Tensor:
-    """Make the tensor that compiled functions change. Its address stays, which CUDA graphs of torch.compile need."""
-    marks: Any = torch.zeros(1, dtype=torch.int32, device=device)
-    marks._dynamo_static_input_type = (
-        "unguarded"  # what torch._dynamo.mark_static_address does; its import takes a second
-    )
-    tensor: torch.Tensor = marks
-    return tensor

@@ -16,7 +16,7 @@ import torch
 from raymoe.errors import CaptureError, ConfigError, PeerTimeout, RaymoeError
 from raymoe.exchange.arguments import Arguments, capturing, leave_untraced, refuse_overlap, refuse_tracing
 from raymoe.exchange.backend import HARMLESS_ERRORS, Backend, Dispatched, Ids, PendingCombine, SplitBackend, Tokens
-from raymoe.exchange.calls import Calls, call_marks, one_at_a_time
+from raymoe.exchange.calls import Calls, one_at_a_time
 from raymoe.exchange.choice import ExchangeRequest, choose, make_backend
 from raymoe.exchange.own_memory import call_marks, own_rows
 from raymoe.exchange.slots import SlotExperts, SlotTable
