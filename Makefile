@@ -38,10 +38,10 @@ types: $(STAMP)
 # Two halves that take the same time run side by side, because tests of Ray and of worlds wait a lot. Their output comes
 # last. A third part beside them would make `make test` shorter, and tests with deadlines of seconds fail on two slow
 # cores.
-WAITING := tests/unit/exchange/domains tests/unit/gang tests/unit/memory tests/unit/net
+SECOND := tests/gang $(addprefix tests/unit/,config exchange/domains gang memory net report workload)
 define HALVES
-@log=$$(mktemp) && { $(BIN)/pytest $(1) tests/gang $(WAITING) >$$log 2>&1 & } && gang=$$! && trap "kill $$gang; exit 130" INT TERM && \
-  { $(BIN)/pytest $(1) raymoe tests/gpu tests/unit $(addprefix --ignore=,$(WAITING)); others=$$?; \
+@log=$$(mktemp) && { $(BIN)/pytest $(1) $(SECOND) >$$log 2>&1 & } && gang=$$! && trap "kill $$gang; exit 130" INT TERM && \
+  { $(BIN)/pytest $(1) raymoe tests/gpu tests/unit $(addprefix --ignore=,$(SECOND)); others=$$?; \
     wait $$gang; code=$$?; cat $$log; rm -f $$log; [ $$others$$code = 00 ]; }
 endef
 

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import ctypes
+import fcntl
 import hashlib
 import os
 import re
 import shutil
 import subprocess
 import tempfile
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -168,13 +170,27 @@ def _cached(name: str, identity: Sequence[object], compile_into: Callable[[Path,
     if path.exists():
         path.touch()  # the cache deletes the libraries that were used longest ago
     else:
-        with tempfile.TemporaryDirectory(dir=kept) as folder:
-            library = Path(folder) / "made.so"
-            compile_into(Path(folder), library)
-            library.rename(path)
+        with _only_one(path.with_suffix(".lock")):
+            if path.exists():
+                return path
+            with tempfile.TemporaryDirectory(dir=kept) as folder:
+                library = Path(folder) / "made.so"
+                compile_into(Path(folder), library)
+                library.rename(path)
         for old in sorted(kept.glob("*.so"), key=_used_at)[:-_MOST_CACHED]:
             old.unlink(missing_ok=True)  # processes that have loaded it keep it
     return path
+
+
+@contextmanager
+def _only_one(path: Path) -> Iterator[None]:
+    """Let one thread of all processes build at a time. The others wait for it, and find its library."""
+    with path.open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        try:
+            yield
+        finally:
+            path.unlink(missing_ok=True)  # those that wait have it open
 
 
 def _used_at(path: Path) -> float:

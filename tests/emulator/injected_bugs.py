@@ -253,6 +253,26 @@ INJECTED_BUGS = {
 NEEDED_BY_ONE = Change("places.cuh", "p.scratch->needed = where", "if (threadIdx.x == 0) p.scratch->needed = where")
 """No bug. Without it all threads of a block store the same number, and one of these stores soon becomes visible."""
 
+TWINS = {
+    "rows announced when they are read",
+    "known routing waits for no word of its peers",
+    "known routing keeps the tokens that warps have taken",
+    "known routing goes to the ranks of another token",
+    "every expert of a group is aligned",
+    "threads take parts of groups",
+    "one buffer of slots, at the sender",
+    "sums announced when they are read",
+    "no fence before a stamp leaves",
+    "a step's stage is overwritten too early",
+    "quantised rows announced when they are read",
+    "the last quantised rows announced without a wait",
+    "entries before a counting block's own are not counted",
+    "a shuffle instead of __syncwarp hands a stamp over",
+    "a vote instead of __syncwarp hands pieces over",
+    "no fence before a stamp's stage is filled again",
+}
+"""Bugs that break a rule in the same way as another one above, in another place or shape. `make test-all` runs them."""
+
 REFUSING = {
     "fused, a last-out ticket that orders nothing": (
         NEEDED_BY_ONE,

@@ -202,6 +202,7 @@ def test_domains_on_two_nodes_give_right_results_and_outlive_a_node(start: Start
     assert {line["op"]: line["bytes_net"] for line in lines} == {"dispatch": 17568, "combine": 18592, "exchange": 36160}
 
 
+@pytest.mark.thorough
 def test_domains_that_no_nodes_can_hold_apart_are_pretended_on_one(start: Start, head: Head, tmp_path: Path) -> None:
     """They run a layer forward and backward."""
     backends = ["host", "collective", "allgather"]

@@ -79,6 +79,7 @@ def test_actors_can_join_and_exchange_twice_under_one_name(engines: list[ray.act
         assert sum(count for _, counts in results for count in counts) == 2 * (5 + 6)
 
 
+@pytest.mark.thorough
 def test_actors_can_join_and_exchange_in_two_domains(engines: list[ray.actor.ActorHandle]) -> None:
     four = [*engines, Engine.remote()]
     calls = [engine.exchange.remote("apart", rank, 4, 1, domain=2) for rank, engine in enumerate(four)]
@@ -154,6 +155,7 @@ def test_a_taken_rank_and_a_different_size_are_refused(engines: list[ray.actor.A
     assert "rank 1 did not join within 6 s" in ray.get(first, timeout=30)
 
 
+@pytest.mark.thorough
 def test_a_duplicate_rank_is_refused_and_the_other_ranks_join(
     engines: list[ray.actor.ActorHandle],
 ) -> None:

@@ -41,7 +41,7 @@ KILLED = [("own-raylet-killed", "raylet", signal.SIGKILL), ("own-gcs-killed", "g
 STOPPED = [("own-raylet-stopped", "raylet", signal.SIGSTOP)]
 
 
-@pytest.mark.one_in(2)
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     ("losses", "state", "seconds"),
     [(KILLED, "ended", 10), (STOPPED, "is stopped", 25)],  # Ray gives a stopped raylet up after 3 s

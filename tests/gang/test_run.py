@@ -146,6 +146,7 @@ def test_a_ray_job_that_is_started_again_continues_in_its_out(start: Start, head
     assert json.loads((out / "environment.json").read_text())["ray_job"] == "try-2"
 
 
+@pytest.mark.thorough
 def test_ranks_too_large_for_every_node_are_refused_with_the_cpus_found(
     start: Start, head: Head, tmp_path: Path
 ) -> None:

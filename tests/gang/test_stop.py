@@ -45,6 +45,7 @@ def test_sigterm_while_ray_starts_stops_the_run(start: Start, tmp_path: Path, fa
         stop_and_check(fault.another(), "sigterm-ray-init", run, signal.SIGTERM)
 
 
+@pytest.mark.thorough
 def test_sigterm_before_the_first_step_stops_the_run(start: Start, head: Head, tmp_path: Path, fault: Fault) -> None:
     config = configs.write(tmp_path, world__ranks=2, steps__count=configs.LONG)
     struck = []

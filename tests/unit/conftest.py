@@ -8,13 +8,19 @@ from pathlib import Path
 
 import pytest
 
+from tests.emulator.build import compiler, runtime
 from tests.short_folder import short_base
 from tests.unit.ranks import RankPool
 
 
 @pytest.fixture(scope="session")
 def pool() -> Iterator[RankPool]:
-    """Start four rank processes, for the first test that needs them."""
+    """Start four rank processes, for the first test that needs them.
+
+    Some run kernels on the emulator, whose build would take most of a test's time.
+    """
+    if compiler() is not None:
+        runtime()
     with RankPool(4) as ranks:
         yield ranks
 

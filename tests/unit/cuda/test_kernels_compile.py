@@ -333,6 +333,7 @@ def a_flag_is_stored_after_the_bulk_stores_have_arrived(compiled):
         assert arrived.start() < compiled.ptx.rindex("st.release.sys")
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("header", HEADERS)
 def test_a_header_compiles_alone(header, tmp_path):
     (tmp_path / "include").symlink_to(KERNELS / "include")

@@ -71,6 +71,7 @@ def refuse_then_go_on(world: World, case: Case, bad: int) -> tuple[dict[str, Any
         return report, run_step(exchange, case, batches(case, 2)[world.rank]).y
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("bad", [6, -2, 2**40])
 def test_all_ranks_raise_on_an_id_out_of_range(pool: RankPool, backend: str, bad: int) -> None:
@@ -103,6 +104,7 @@ def count_too_many_then_go_on(world: World, case: Case, count: int) -> tuple[lis
         return said, run_step(exchange, case, batches(case, 2)[world.rank]).y
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize(("count", "way_out"), [(7, ": make the exchange with more tokens"), (-1, "")])
 def test_all_ranks_raise_on_a_number_of_tokens_out_of_range(
@@ -203,6 +205,7 @@ def combine_differently(world: World, case: Case, how: str) -> tuple[dict[str, A
         ).y
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("backend", ["host", "collective", "allgather"])
 @pytest.mark.parametrize(
     ("how", "says"),
@@ -246,6 +249,7 @@ def send_wrong_metadata(world: World, case: Case, tampered: str) -> tuple[dict[s
         return report, run_step(exchange, case, batches(case, 1)[world.rank]).y
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize(
     ("tampered", "says"),
     [

@@ -258,6 +258,7 @@ def test_a_main_process_that_was_frozen_does_not_blame_its_driver() -> None:
     assert finish(process) == (0, "done")
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("then", ["os.abort()", "time.sleep(60)", "raise ValueError('while cleaning up')"])
 def test_an_announced_outcome_is_final(then: str) -> None:
     process = start(f"""
@@ -282,6 +283,7 @@ def test_the_output_of_the_driver_is_kept_off_the_terminal_and_says_that_the_gcs
     assert code == 3 and message.startswith("lost the Ray cluster: its GCS ended or does not answer")
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize(("wait", "seconds"), [("", 2.0), ("10", 3.5), ("2", 1.0)])
 def test_under_ray_job_stop_the_driver_gets_less_time_than_the_job(
     monkeypatch: pytest.MonkeyPatch, wait: str, seconds: float

@@ -49,6 +49,7 @@ def environment() -> dict[str, str]:
     return os.environ | {"PYTHONPATH": python_path(), "PYTHONUNBUFFERED": "1"}
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("number", SIGNALS, ids=lambda number: number.name)
 @pytest.mark.parametrize("module", ["typer", "raymoe.config"])
 def test_a_signal_during_an_import_ends_with_the_one_sentence(module: str, number: signal.Signals) -> None:
@@ -57,6 +58,7 @@ def test_a_signal_during_an_import_ends_with_the_one_sentence(module: str, numbe
     assert (ended.returncode, ended.stdout, ended.stderr) == (128 + number, "", said)
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("number", SIGNALS, ids=lambda number: number.name)
 @pytest.mark.parametrize("moment", ["environment", "remove_session"])
 def test_a_signal_before_or_after_the_driver_leaves_a_summary(

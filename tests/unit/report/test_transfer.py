@@ -256,6 +256,7 @@ class Forbidding(BaseHTTPRequestHandler):
         """Print nothing."""
 
 
+@pytest.mark.thorough
 def test_storage_that_refuses_or_is_gone_ends_a_run_with_8_and_its_own_words(home, monkeypatch):
     monkeypatch.setenv("AWS_ACCESS_KEY_ID", "somebody")
     monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "secret")

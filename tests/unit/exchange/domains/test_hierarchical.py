@@ -85,6 +85,7 @@ def outstanding(_rank: int, case: Case) -> Any:
         return [ys[step] for step in range(3)], same
 
 
+@pytest.mark.thorough
 def test_several_dispatches_may_be_outstanding_and_results_repeat(groups: Groups) -> None:
     case = Case(4, SPEC, "auto", ("uniform", "masked", "repeated"), seed=11)
     for rank, (ys, same) in enumerate(groups(4, outstanding, case)):
@@ -151,6 +152,7 @@ def disagree(rank: int, different: list[int]) -> Any:
         return wrong, one.combine(rows, got).float().numpy(), run_case(world, case)
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("different", [[3], [2, 3], [0, 2]])
 def test_ranks_in_different_operations_all_raise_and_the_next_one_works(groups: Groups, different: list[int]) -> None:
     case = Case(4, SPEC, "auto", ("uniform",) * 4, seed=2, ragged=False)

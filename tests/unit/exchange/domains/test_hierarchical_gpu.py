@@ -143,6 +143,7 @@ def refuse(rank: int, fault: tuple[str, int]) -> Any:
         return reports
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize(
     ("fault", "says"),
     [
@@ -209,7 +210,7 @@ def combine_differently(rank: int, kind: str, different: list[int]) -> Any:
         return said, bool(y.isnan().all()), [sums.float().numpy() for sums in (first, good)]
 
 
-@pytest.mark.one_in(3)
+@pytest.mark.one_in(4)
 @pytest.mark.parametrize("different", [[3], [2, 3], [1], [1, 3]])
 @pytest.mark.parametrize("kind", ["dispatch", "weighted"])
 def test_combines_that_differ_between_ranks_or_domains_are_refused_by_all(

@@ -129,6 +129,7 @@ WIDE = replace(SPEC, hidden=3072)
 """Rows of several pieces."""
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("stamped", [False, True], ids=["", "stamped"])
 @pytest.mark.parametrize("kind", ["fused", "staged"])
 def test_weights_return_with_rows_of_several_pieces_in_step_after_step(kind: str, stamped: bool) -> None:
@@ -198,6 +199,7 @@ def check_two_sizes(kinds: Sequence[str], changes: tuple[Change, ...] = ()) -> N
                 check_step(emulator, made[number], counts[number], seed)
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("kinds", [("fused", "fused"), ("fused", "staged"), ("ll", "fused")], ids="-".join)
 def test_exchanges_of_two_sizes_take_turns_on_one_workspace(kinds: tuple[str, str]) -> None:
     check_two_sizes(kinds)
@@ -232,6 +234,7 @@ def test_refused_gradients_are_written_where_the_exchange_between_domains_reads_
         assert launch.fields.record == words.data_ptr()
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("kind", ["fused", "ll", "staged"])
 def test_the_weights_of_a_refused_step_are_nan_on_all_ranks(kind: str) -> None:
     with Emulator(RANKS) as emulator:

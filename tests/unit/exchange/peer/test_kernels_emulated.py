@@ -21,7 +21,7 @@ from raymoe.transport.copy_kernel import COPY, THREADS, Spread, Transfer, copy_p
 from tests.emulator.build import Change, compiler
 from tests.emulator.cases import KINDS, MESSAGES, RUNS, SPREADS, delivered, refused
 from tests.emulator.copies import Mail
-from tests.emulator.injected_bugs import BY_ERROR, COPYING, INJECTED_BUGS, REFUSING
+from tests.emulator.injected_bugs import BY_ERROR, COPYING, INJECTED_BUGS, REFUSING, TWINS
 from tests.emulator.machine import Emulator, EmulatorError
 from tests.emulator.ranks import backend, small, spec_for, workspaces
 from tests.emulator.steps import Steps
@@ -45,7 +45,7 @@ def test_a_seed_determines_the_interleaving():
     assert run.judged(5) == run.judged(5) != run.judged(6)
 
 
-@pytest.mark.one_in(2)
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("form", ["whole", "known"])
 @pytest.mark.parametrize("kinds", [("fused", "staged"), ("ll", "fused"), ("copied", "fused")])
 def test_two_exchanges_of_one_workspace_are_correct_in_turns(kinds, form):
@@ -551,7 +551,11 @@ def test_a_message_to_a_stopped_peer_fails_by_its_deadline():
 # ---- injected bugs --------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("bug", INJECTED_BUGS.values(), ids=INJECTED_BUGS)
+@pytest.mark.parametrize(
+    "bug",
+    [pytest.param(bug, marks=pytest.mark.thorough if name in TWINS else ()) for name, bug in INJECTED_BUGS.items()],
+    ids=INJECTED_BUGS,
+)
 def test_an_injected_bug_is_found(bug):
     run = bug.run()
     for seed in range(60):
@@ -562,6 +566,7 @@ def test_an_injected_bug_is_found(bug):
     pytest.fail("60 interleavings are all right with it")
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("bug", REFUSING)
 def test_a_bug_injected_in_a_refused_step_is_found(bug):
     kind = bug.split(",")[0]

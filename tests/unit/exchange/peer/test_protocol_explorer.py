@@ -375,7 +375,7 @@ SMALL = [
 ]
 
 
-@pytest.mark.one_in(11)
+@pytest.mark.one_in(22)
 @pytest.mark.parametrize("case", SMALL, ids=lambda case: f"{_case_id(case)}, {case.routings[0]}, {case.timeouts}")
 def test_the_reduced_search_finds_every_ending(case):
     """Compare with the plain search, where every step of every thread is a choice."""
