@@ -91,6 +91,7 @@ def machines(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Machines]:
         yield both
 
 
+@pytest.mark.thorough
 @needs_namespaces
 def test_every_routing_is_right_on_two_machines_and_a_killed_rank_costs_a_generation(
     machines: Machines, tmp_path: Path

@@ -145,6 +145,7 @@ def meetings_end(seconds: float) -> bool:
     return not meetings()
 
 
+@pytest.mark.thorough
 def test_a_taken_rank_and_a_different_size_are_refused(engines: list[ray.actor.ActorHandle]) -> None:
     first = engines[0].join.remote("crowded", 0, 2, 6.0)
     while 0 not in present("crowded"):

@@ -148,7 +148,7 @@ def _another_order(kind: str, seed: int, how: str, changes: tuple[Change, ...] =
             ranks.check_backward(step)
 
 
-@pytest.mark.one_in(3)
+@pytest.mark.one_in(5)
 @pytest.mark.parametrize("how", ["order", "site"])
 @pytest.mark.parametrize("kind", KINDS)
 def test_all_ranks_refuse_backward_passes_in_another_order(kind: str, how: str) -> None:
@@ -186,7 +186,7 @@ def _left_out(kind: str, seed: int, changes: tuple[Change, ...] = (), gradients:
             ranks.check_backward(step)
 
 
-@pytest.mark.one_in(3)
+@pytest.mark.one_in(5)
 @pytest.mark.parametrize("gradients", [False, True], ids=["", "gradients"])
 @pytest.mark.parametrize("kind", KINDS)
 def test_all_ranks_refuse_a_backward_pass_of_some(kind: str, gradients: bool) -> None:
@@ -223,7 +223,7 @@ def test_all_ranks_refuse_gradients_of_some(kind: str) -> None:
         _gradients_left_out(kind, seed)
 
 
-@pytest.mark.one_in(2)
+@pytest.mark.one_in(4)
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_timeout_that_follows_from_a_refused_pass_names_it_as_its_cause(kind: str) -> None:
     """A rank leaves out the only operation of a backward pass. So it combines while the others wait in a dispatch."""
@@ -264,7 +264,7 @@ def _in_a_row(kind: str, seed: int, changes: tuple[Change, ...] = ()) -> None:
                 ranks.judge(ranks.gots[step][owner.world.rank], rows)
 
 
-@pytest.mark.one_in(3)
+@pytest.mark.one_in(4)
 @pytest.mark.parametrize("kind", KINDS)
 def test_backward_passes_in_a_row_are_right(kind: str) -> None:
     for seed in range(3):
