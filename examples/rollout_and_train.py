@@ -66,7 +66,7 @@ class Policy(nn.Module):
 
 
 class Rank:
-    """What an engine and a trainer have in common."""
+    """The part that engines and trainers share."""
 
     world: raymoe.World
     policy: Policy

@@ -16,8 +16,8 @@ from raymoe.moe.model_loads import world_of
 def let_sleep(model: nn.Module) -> int:
     """Let the weights of all experts of a model sleep, and return their bytes on this rank.
 
-    It moves them, so call it before a graph is captured. The parameters stay the same objects. What moves them again,
-    such as `model.to`, takes them out.
+    It moves them, so call it before a graph is captured. The parameters stay the same objects. Another
+    move, such as `model.to`, takes them out.
 
     >>> from raymoe import ExchangeSpec, World
     >>> from raymoe.moe import LayerForm, MoELayer
