@@ -254,24 +254,18 @@ NEEDED_BY_ONE = Change("places.cuh", "p.scratch->needed = where", "if (threadIdx
 """No bug. Without it all threads of a block store the same number, and one of these stores soon becomes visible."""
 
 TWINS = {
-    "rows announced when they are read",
-    "known routing waits for no word of its peers",
-    "known routing keeps the tokens that warps have taken",
-    "known routing goes to the ranks of another token",
-    "every expert of a group is aligned",
-    "threads take parts of groups",
-    "one buffer of slots, at the sender",
-    "sums announced when they are read",
-    "no fence before a stamp leaves",
-    "a step's stage is overwritten too early",
-    "quantised rows announced when they are read",
-    "the last quantised rows announced without a wait",
-    "entries before a counting block's own are not counted",
-    "a shuffle instead of __syncwarp hands a stamp over",
-    "a vote instead of __syncwarp hands pieces over",
-    "no fence before a stamp's stage is filled again",
+    "rows announced when they are read": "rows announced without a wait",
+    "one buffer of slots, at the sender": "one buffer of slots",
+    "sums announced when they are read": "sums of three steps announced without a wait",
+    "a step's stage is overwritten too early": "a sum's stage is overwritten too early",
+    "no fence before a stamp leaves": "no fence before a sum leaves its stage",
+    "quantised rows announced when they are read": "quantised rows announced without a wait",
+    "the last quantised rows announced without a wait": "quantised rows announced without a wait",
+    "a shuffle instead of __syncwarp hands a stamp over": "a shuffle instead of __syncwarp hands a row over",
+    "a vote instead of __syncwarp hands pieces over": "no __syncwarp after another thread of the warp acquired a word",
+    "no fence before a stamp's stage is filled again": "no fence before a stage is filled again",
 }
-"""Bugs that break a rule in the same way as another one above, in another place or shape. `make test-all` runs them."""
+"""Bugs that break a rule in the same way as another one, in another place or shape. `make test` runs the other one."""
 
 REFUSING = {
     "fused, a last-out ticket that orders nothing": (

@@ -72,7 +72,6 @@ def test_a_crash_with_no_restart_left_exits_4_and_names_signal_and_log(
     assert str(victim) in match[1] and Path(match[1]).is_file()
 
 
-@pytest.mark.thorough
 def test_a_rank_that_stops_answering_is_named_and_ends_the_run(
     start: Start, head: Head, tmp_path: Path, fault: Fault
 ) -> None:

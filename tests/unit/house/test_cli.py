@@ -6,6 +6,7 @@ import resource
 import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import numpy
@@ -220,9 +221,13 @@ def test_validate_loads_neither_torch_nor_ray_and_takes_under_0_6_s():
 
     def cpu_seconds() -> float:
         """Return the processor time of one call, which the load of other processes hardly changes."""
+        began = time.monotonic()
         before = resource.getrusage(resource.RUSAGE_CHILDREN)
         assert command("validate", "quickstart").returncode == 0
         after = resource.getrusage(resource.RUSAGE_CHILDREN)
+        took.append(time.monotonic() - began)
         return after.ru_utime - before.ru_utime + after.ru_stime - before.ru_stime
 
+    took: list[float] = []
     assert min(cpu_seconds() for _ in range(7)) < 0.6
+    assert min(took) < 2, "it waits for something"

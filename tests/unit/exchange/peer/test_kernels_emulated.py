@@ -551,6 +551,10 @@ def test_a_message_to_a_stopped_peer_fails_by_its_deadline():
 # ---- injected bugs --------------------------------------------------------------------------------------------------
 
 
+def test_every_rule_keeps_a_bug_in_make_test():
+    assert set(TWINS) | set(TWINS.values()) <= set(INJECTED_BUGS) and not set(TWINS) & set(TWINS.values())
+
+
 @pytest.mark.parametrize(
     "bug",
     [pytest.param(bug, marks=pytest.mark.thorough if name in TWINS else ()) for name, bug in INJECTED_BUGS.items()],
