@@ -17,7 +17,7 @@ from raymoe.cuda.launch import Shape
 from raymoe.cuda.params import address_setter
 from raymoe.cuda.tensor_map import EncodedMap, TensorMap
 from raymoe.moe.product_choice import CHOICES
-from raymoe.moe.products import SHARED_BYTES, THREADS, TOKEN_BOXES, Gate, Product, ProductParams, fits
+from raymoe.moe.products import SHARED_BYTES, THREADS, TOKEN_BOXES, Gate, Product, ProductParams, fits, is_dense
 from raymoe.rows.pipe_tensors import ALIGNMENT
 from raymoe.rows.row_launch import RowsDevice, device_of
 
@@ -42,7 +42,7 @@ def takes(x: torch.Tensor, weight: torch.Tensor, gate: Gate | None) -> bool:
         and x.dtype in (torch.bfloat16, torch.float16)
         and experts > 0
         and fits(rows if gate is None else rows // 2, columns)
-        and weight.is_contiguous()
+        and is_dense(weight, gate is not None)
         and weight.data_ptr() % ALIGNMENT == 0
         and all(tiles is None or tiles.shared_bytes(experts) <= SHARED_BYTES for _, tiles in CHOICES)
     )
@@ -74,7 +74,7 @@ def launch(product: Product) -> None:
 def _kind(product: Product) -> Hashable:
     """Return everything that the kernel, its block and its parameters depend on, besides addresses and rows."""
     tensors = product.gate_up, product.bias, product.row_weights
-    form = product.tiles, product.gate, product.zero_gaps, product.x.dtype
+    form = product.tiles, product.gate, product.zero_gaps, product.x.dtype, product.transposed
     return "product", product.weight.shape, form, tuple(tensor is not None for tensor in tensors)
 
 
@@ -112,8 +112,8 @@ class PreparedProduct:
         ]
         if (x | weight | addresses[2] | addresses[3]) % ALIGNMENT:
             product.check()
-        weights = _known(self._weight_maps, weight, product.weight_maps)
-        tokens = _known(self._token_maps, (x, len(product.x)), product.token_maps)
+        weights = kept_maps(self._weight_maps, weight, product.weight_maps)
+        tokens = kept_maps(self._token_maps, (x, len(product.x)), product.token_maps)
         stream = self._device.current_stream(self._ordinal)
         blocks = min(self._device.gpu.sms, product.most_tiles)
         one = len(weights) // 2
@@ -125,7 +125,7 @@ class PreparedProduct:
             self._launch.enqueue(stream, self._pointers_at, blocks, self._block)
 
 
-def _known(kept: dict[_Key, bytes], key: _Key, maps: Callable[[], tuple[TensorMap, ...]]) -> bytes:
+def kept_maps(kept: dict[_Key, bytes], key: _Key, maps: Callable[[], tuple[TensorMap, ...]]) -> bytes:
     """Return the encoded maps of this key, which has all that they depend on; encode them at first."""
     encoded = kept.get(key)
     if encoded is None:

@@ -2,7 +2,7 @@
 
 `multiply_experts` is one product, `gate_experts` one with a gated activation after it. On Hopper product.cu computes
 them, and few_rows.cu where rows are few. Elsewhere, and for sizes that no kernel takes, they are torch's products and
-the functions of `expert_rows`. Gradients are torch's products everywhere.
+the functions of `expert_rows`. `product_gradients` has the products of their gradients.
 """
 
 from __future__ import annotations
@@ -21,8 +21,9 @@ import raymoe.rows.formulas as formulas
 from raymoe.moe.expert_kernels import ActivationForm
 from raymoe.moe.expert_rows import Groups, bias_of_rows, gated_activation, weigh_gradients, zero_gaps
 from raymoe.moe.product_choice import choose
+from raymoe.moe.product_gradients import add_weight_gradient, rows_gradient, weight_gradient
 from raymoe.moe.products import Gate, Product, TileClass
-from raymoe.moe.torch_products import check_dtype, multiply_by_torch, outer_by_torch
+from raymoe.moe.torch_products import check_dtype, multiply_by_torch
 from raymoe.rows.direct import directly, needs_gradient
 from raymoe.rows.operator_definitions import define
 from raymoe.rows.pipe_tensors import as_dense
@@ -47,7 +48,9 @@ class Added:
     """Whether results become zero in gaps where gradients are needed: another product of them needs that."""
     gaps_are_zero: bool = False
     """Whether x, the row weights and the gradients of results are zero in gaps, for the gradients of weights. Otherwise
-    a backward pass makes them so."""
+    a backward pass makes them so where it needs that."""
+    main_grad: Tensor | None = None
+    """float32[L, N, K]: a backward pass adds the gradient of the weight to it, and the weight itself gets none."""
 
 
 def multiply_experts(x: Tensor, weight: Tensor, groups: Groups, added: Added) -> Tensor:
@@ -56,7 +59,7 @@ def multiply_experts(x: Tensor, weight: Tensor, groups: Groups, added: Added) ->
     tensors = x, weight, groups.offsets, groups.counts, added.bias, added.row_weights
     gradients = _needs_gradient(tensors)
     numbers = added.expected_rows, added.by_row
-    arguments = *tensors, *numbers, gradients and added.zero_gaps, added.gaps_are_zero
+    arguments = *tensors, *numbers, gradients and added.zero_gaps, added.gaps_are_zero, added.main_grad
     direct = not gradients and _directly(tensors)
     y: Tensor = _multiply(*arguments) if direct else _ops.grouped_linear(*arguments)
     return y
@@ -80,7 +83,7 @@ def gate_experts(
     gradients = _needs_gradient(tensors)
     numbers = form.interleaved, form.alpha, form.limit, form.up_plus, added.expected_rows, added.by_row
     kept, zeroed = gradients or keep_gate_up, gradients and added.zero_gaps
-    arguments = *tensors, *numbers, kept, zeroed, added.gaps_are_zero
+    arguments = *tensors, *numbers, kept, zeroed, added.gaps_are_zero, added.main_grad
     direct = not gradients and _directly(tensors)
     results: tuple[Tensor, Tensor] = _gate(*arguments) if direct else _ops.grouped_gated(*arguments)
     return results
@@ -109,9 +112,10 @@ def _bounded(expected_rows: float, x: Tensor, weight: Tensor) -> float:
 _OPERANDS = "Tensor x, Tensor weight, Tensor offsets, Tensor counts, Tensor? bias, Tensor? row_weights"
 _GATE = "bool interleaved, float alpha, float limit, float up_plus"
 _SCHEMAS = {
-    "grouped_linear": f"({_OPERANDS}, float expected_rows, bool by_row, bool zero_gaps, bool gaps_are_zero) -> Tensor",
+    "grouped_linear": f"({_OPERANDS}, float expected_rows, bool by_row, bool zero_gaps, bool gaps_are_zero, "
+    "Tensor? main_grad) -> Tensor",
     "grouped_gated": f"({_OPERANDS}, {_GATE}, float expected_rows, bool by_row, bool keep_gate_up, bool zero_gaps, "
-    "bool gaps_are_zero) -> (Tensor y, Tensor gate_up)",
+    "bool gaps_are_zero, Tensor? main_grad) -> (Tensor y, Tensor gate_up)",
 }
 define(_SCHEMAS)
 _ops: Any = torch.ops.raymoe
@@ -164,7 +168,7 @@ class _Operands:
 
 
 def _multiply(*arguments: Any) -> Tensor:
-    *tensors, expected_rows, by_row, zeroes_gaps, gaps_are_zero = arguments
+    *tensors, expected_rows, by_row, zeroes_gaps, gaps_are_zero, _main_grad = arguments
     operands = _Operands(*tensors)
     x, weight, bias, row_weights = operands.x, operands.weight, operands.bias, operands.row_weights
     few = bias is None and row_weights is None and not zeroes_gaps and few_rows.takes(x, weight, gated=False)
@@ -196,20 +200,21 @@ def _fake_multiply(x: Tensor, weight: Tensor, *_: object) -> Tensor:
 
 
 def _save_for_product(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:  # noqa: ARG001  (torch gives it by name)
-    *tensors, _expected_rows, _by_row, _zeroes_gaps, ctx.gaps_are_zero = inputs
+    # Backward passes of other micro-batches may write to main_grad before this one, so it is no saved tensor.
+    *tensors, ctx.expected_rows, _by_row, _zeroes_gaps, ctx.gaps_are_zero, ctx.main_grad = inputs
     ctx.save_for_backward(*tensors)
 
 
 def _product_backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
     x, weight, offsets, counts, bias, row_weights = ctx.saved_tensors
     needs_x, needs_weight, _, _, needs_bias, needs_row_weights, *_ = ctx.needs_input_grad
-    groups = Groups(offsets, counts)
-    if not ctx.gaps_are_zero:
-        dy, x = zero_gaps(dy, groups), zero_gaps(x, groups)
+    groups, clean = Groups(offsets, counts), ctx.gaps_are_zero
+    if not clean and (row_weights is not None or not product_launch.has_kernel(dy)):
+        dy, x, clean = zero_gaps(dy, groups), zero_gaps(x, groups), True
         row_weights = None if row_weights is None else zero_gaps(row_weights[:, None], groups)[:, 0]
     dx = d_weights = None
     if needs_x or needs_row_weights:
-        dx = multiply_by_torch(dy, weight.transpose(1, 2), groups)
+        dx = rows_gradient(dy, weight, groups, ctx.expected_rows, gaps_are_zero=clean)
     if row_weights is not None and dx is not None:
         # The gradient of a weight is the sum of dy times its product, which is that of dx times x.
         d_weights = weigh_gradients(dx, row_weights, offsets, x.contiguous() if needs_row_weights else None)
@@ -218,9 +223,17 @@ def _product_backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
     d_weight = None
     if needs_weight:
         weighted = x if row_weights is None else (formulas.wide(x) * row_weights[:, None]).to(x.dtype)
-        d_weight = outer_by_torch(dy, weighted, groups)
+        d_weight = _weight_gradient(ctx.main_grad, dy, weighted, groups, clean)
     d_bias = _ops.expert_sums(dy, offsets, counts, row_weights).to(bias.dtype) if needs_bias else None
-    return dx if needs_x else None, d_weight, None, None, d_bias, d_weights if needs_row_weights else None, *_NONE[:4]
+    return dx if needs_x else None, d_weight, None, None, d_bias, d_weights if needs_row_weights else None, *_NONE[:5]
+
+
+def _weight_gradient(main_grad: Tensor | None, dy: Tensor, x: Tensor, groups: Groups, clean: bool) -> Tensor | None:
+    """Return the gradient of a weight; None if it was added to `main_grad`. `clean`: gaps are zero."""
+    if main_grad is None:
+        return weight_gradient(dy, x, groups, gaps_are_zero=clean)
+    add_weight_gradient(main_grad, dy, x, groups, gaps_are_zero=clean)
+    return None
 
 
 _NONE = (None,) * 8
@@ -230,7 +243,7 @@ _NONE = (None,) * 8
 
 
 def _gate(*arguments: Any) -> tuple[Tensor, Tensor]:
-    *operands_and_form, expected_rows, by_row, keep_gate_up, zeroes_gaps, gaps_are_zero = arguments
+    *operands_and_form, expected_rows, by_row, keep_gate_up, zeroes_gaps, gaps_are_zero, _main_grad = arguments
     operands, form = _Operands(*operands_and_form[:6]), ActivationForm(*operands_and_form[6:])
     x, weight = operands.x, operands.weight
     gate = Gate(form.interleaved, form.alpha, form.limit, form.up_plus)
@@ -273,14 +286,14 @@ def _swiglu(gate_up: Tensor, groups: Groups, row_weights: Tensor | None) -> Tens
 
 
 def _fake_gate(x: Tensor, weight: Tensor, *others: Any) -> tuple[Tensor, Tensor]:
-    *_, keep_gate_up, _zero_gaps, _gaps_are_zero = others
+    *_, keep_gate_up, _zero_gaps, _gaps_are_zero, _main_grad = others
     rows, products = x.shape[0], weight.shape[1]
     return x.new_empty(rows, products // 2), x.new_empty(rows, products) if keep_gate_up else x.new_empty(0)
 
 
 def _save_for_gate(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
     x, weight, offsets, counts, bias, row_weights, *numbers = inputs
-    *ctx.numbers, _expected_rows, _by_row, _keep_gate_up, _zeroes_gaps, ctx.gaps_are_zero = numbers
+    *ctx.numbers, ctx.expected_rows, _by_row, _keep_gate_up, _zeroes_gaps, ctx.gaps_are_zero, ctx.main_grad = numbers
     ctx.bias_dtype = None if bias is None else bias.dtype
     ctx.mark_non_differentiable(output[1])
     ctx.set_materialize_grads(False)
@@ -289,18 +302,19 @@ def _save_for_gate(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tens
 
 def _gate_backward(ctx: Any, dy: Tensor | None, _gate_up: None) -> tuple[Tensor | None, ...]:
     if dy is None:
-        return (None,) * 15
+        return (None,) * 16
     x, weight, offsets, counts, row_weights, gate_up = ctx.saved_tensors
     needs_x, needs_weight, _, _, needs_bias, needs_row_weights, *_ = ctx.needs_input_grad
     groups, form = Groups(offsets, counts), ActivationForm(*ctx.numbers)
     plain = form == PLAIN and ctx.gaps_are_zero and ctx.bias_dtype is None
-    if not ctx.gaps_are_zero:
+    clean = ctx.gaps_are_zero or not product_launch.has_kernel(dy)
+    if clean and not ctx.gaps_are_zero:
         x = zero_gaps(x, groups)
     d_gate_up, d_weights = _activation_gradients(dy, gate_up, groups, form, row_weights, plain)
-    dx = multiply_by_torch(d_gate_up, weight.transpose(1, 2), groups) if needs_x else None
-    d_weight = outer_by_torch(d_gate_up, x, groups) if needs_weight else None
+    dx = rows_gradient(d_gate_up, weight, groups, ctx.expected_rows, gaps_are_zero=True) if needs_x else None
+    d_weight = _weight_gradient(ctx.main_grad, d_gate_up, x, groups, clean) if needs_weight else None
     d_bias = _ops.expert_sums(d_gate_up, offsets, counts, None).to(ctx.bias_dtype) if needs_bias else None
-    return dx, d_weight, None, None, d_bias, d_weights if needs_row_weights else None, *_NONE, None
+    return dx, d_weight, None, None, d_bias, d_weights if needs_row_weights else None, *_NONE, None, None
 
 
 def _activation_gradients(

@@ -23,7 +23,7 @@ from tests.unit.exchange.nccl.emulated_rounds import drawn
 
 SEEDS = 8
 _STATEMENT = re.compile(
-    r"(?:ptx::(?:fence_\w+|bulk_wait\w*<[^>]*>)\(\)|ptx::barrier_of_warps\([^)]*\)|__sync(?:threads|warp)\(\));"
+    r"(?:ptx::(?:fence_\w+|bulk_wait\w*<[^>]*>)\(\)|ptx::barrier_of_warps\([^)]*\)|__sync(?:threads|warp)\(\)|(?:block|sender)_barrier\(\));"
 )
 _OF_A_COPY = {"copy.cu", "transfers.cuh", "unaligned.cuh"}
 _OF_ROUNDS = {
@@ -38,10 +38,13 @@ _OF_ROUNDS = {
     *("rounds.cuh", "runs.cuh", "traffic.cuh", "numbering.cuh"),
 }
 """Files of the backends over NCCL, whose kernels wait for no peer."""
+_OF_STAGED_ROWS = {"row_stages.cuh", "sum_stages.cuh", "staged_local_reduction.cuh", "staged_final_reduction.cuh"}
+"""Files of combines on few SMs."""
 _OF_A_PIPE = {"pipe.cuh", "rows.cuh", "sums.cuh", "sum_partials.cu"}
 """Files of kernels on one GPU: tests/unit/rows/test_pipe_injected_bugs.py leaves out their statements."""
-_OF_PRODUCTS = {"product.cu", "product.cuh", "loading.cuh", "results.cuh"}
-"""tests/unit/moe/test_product_injected_bugs.py leaves out the statements of these."""
+_OF_PRODUCTS = {"product.cu", "product.cuh", "operands.cuh", "loading.cuh", "results.cuh"}
+_OF_PRODUCTS |= {"outer_product.cu", "outer.cuh", "outer_results.cuh"}
+"""test_product_injected_bugs.py and test_outer_injected_bugs.py of tests/unit/moe leave out the statements of these."""
 
 
 def left_out() -> Iterator[Change]:
@@ -61,12 +64,13 @@ def attempts(change: Change | None, seed: int) -> list[Callable[[], object]]:
     many = {"tokens": 40}
     steps = ("uniform", "skewed", "masked", "uniform")
     made: list[Callable[[], object]] = []
+    kinds = ("fused", "few") if change is None or change.file in _OF_STAGED_ROWS else ("fused",)
     if change is None or change.file in _OF_ROUNDS:
         made += [lambda each=each: drawn(each, changes) for each in range(seed * 3, seed * 3 + 3)]
     if change is None or change.file not in _OF_A_COPY | _OF_ROUNDS:
         for kind, shape, form, spec in (
-            *(("fused", narrow, form, many) for form in ("pairs", "whole")),
-            ("fused", long_pieces, "pairs", {"tokens": 12, "hidden": 3000}),
+            *((kind, narrow, form, many) for kind in kinds for form in ("pairs", "whole")),
+            *((kind, long_pieces, "pairs", {"tokens": 12, "hidden": 3000}) for kind in kinds),
             ("staged", small, "pairs", {}),
             ("copied", small, "pairs", {}),
             ("ll", small, "pairs", {}),
@@ -99,7 +103,9 @@ def main() -> None:
     torch.set_num_threads(1)  # its tensors are small, and idle threads spin
     if wrong := error_without(None):
         sys.exit(f"a run without any change failed: {wrong}")
-    for change in sorted(left_out(), key=lambda each: "__sync" in each.old):  # fences and waits first
+    for change in sorted(
+        left_out(), key=lambda each: "__sync" in each.old or "_barrier" in each.old
+    ):  # fences and waits first
         if not sys.argv[1:] or any(part in change.file for part in sys.argv[1:]):
             error = error_without(change)
             where = f"{change.file} {change.old} number {change.which}"

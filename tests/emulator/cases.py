@@ -76,7 +76,7 @@ def refused(kind: str, seed: int, changes: tuple[Change, ...] = ()) -> None:
         steps.judge(first=2)
 
 
-KINDS = ("fused", "staged", "copied", "ll")
+KINDS = ("fused", "few", "staged", "copied", "ll")
 RUNS = {
     **{f"{kind} on {ranks}": Run(kind, ranks) for kind in KINDS for ranks in (1, 2, 3)},
     **{
@@ -86,10 +86,10 @@ RUNS = {
         for kind in KINDS
         for ranks in (5, 8)
     },
-    **{f"halves of {kind}": Run(kind, 3, form="halves") for kind in ("fused", "copied", "ll")},
+    **{f"halves of {kind}": Run(kind, 3, form="halves") for kind in ("fused", "few", "copied", "ll")},
     "halves of staged": Run("staged", 2, None, "halves", {"hidden": 1000}),
     **{f"pairs of {kind}": Run(kind, 3, form="pairs") for kind in KINDS},
-    **{f"{kind}, known routing": Run(kind, 3, form="known") for kind in ("fused", "staged")},
+    **{f"{kind}, known routing": Run(kind, 3, form="known") for kind in ("fused", "few", "staged")},
     **{
         f"{kind}, {form}, layout {layout}": Run(
             kind, 2, form=form, spec={"layout": layout, "padding": "zero", "alignment": 8}
@@ -105,18 +105,18 @@ RUNS = {
     "fused, known routing, 2000 bytes": Run("fused", form="known", spec={"hidden": 1000, "tokens": 9}),
     "fused, known routing, grid of a GPU": Run("fused", shape=None, form="known", stamped=False),
     "staged, known routing, grid of a GPU": Run("staged", shape=None, form="known", stamped=False),
-    **{f"narrow {kind}": Run(kind, 3, narrow, spec={"tokens": 40}) for kind in ("fused", "staged")},
+    **{f"narrow {kind}": Run(kind, 3, narrow, spec={"tokens": 40}) for kind in ("fused", "few", "staged")},
     **{f"rings of {stages}": Run("fused", 2, deep(stages), spec={"tokens": 48}) for stages in (1, 5, 16)},
     **{f"{kind}, grid of a GPU": Run(kind, shape=None, stamped=False) for kind in KINDS},
-    **{f"{kind}, layout rank": Run(kind, 3, spec={"layout": "rank"}) for kind in ("fused", "staged", "copied")},
+    **{f"{kind}, layout rank": Run(kind, 3, spec={"layout": "rank"}) for kind in ("fused", "few", "staged", "copied")},
     "copied, layout rank, zeros in gaps": Run("copied", spec={"layout": "rank", "padding": "zero", "alignment": 8}),
     **{f"{kind}, zeros in gaps": Run(kind, spec={"padding": "zero", "alignment": 8}) for kind in ("fused", "ll")},
-    **{f"{kind}, 16 of 16": Run(kind, spec={"topk": 16, "experts": 16}) for kind in ("fused", "ll")},
+    **{f"{kind}, 16 of 16": Run(kind, spec={"topk": 16, "experts": 16}) for kind in ("fused", "few", "ll")},
     "ll, counting blocks of many runs": Run("ll", spec={"hidden": 8, "tokens": 448, "topk": 16, "experts": 16}),
     **{f"{kind}, 16 bytes": Run(kind, 3, spec={"hidden": 8, "alignment": 1}) for kind in KINDS},
     **{f"{kind}, 2000 bytes": Run(kind, spec={"hidden": 1000, "tokens": 9}) for kind in KINDS},
-    **{f"{kind}, float32": Run(kind, spec={"hidden": 20, "dtype": "float32"}) for kind in ("fused", "ll")},
-    **{f"{kind}, float16": Run(kind, spec={"dtype": "float16"}, weighted=False) for kind in ("fused", "ll")},
+    **{f"{kind}, float32": Run(kind, spec={"hidden": 20, "dtype": "float32"}) for kind in ("fused", "few", "ll")},
+    **{f"{kind}, float16": Run(kind, spec={"dtype": "float16"}, weighted=False) for kind in ("fused", "few", "ll")},
     **{
         f"{kind}, fp8 to {dtype}": Run(kind, spec={"wire": FP8, "dtype": dtype, "hidden": 264, "tokens": 9})
         for kind in ("fused", "staged", "ll")
@@ -130,15 +130,30 @@ RUNS = {
     },
     **{
         f"{kind}, {steps} steps a piece": Run(kind, 3, long_pieces, form, {"hidden": 1024 * steps - 24, "tokens": 7})
-        for kind, form, steps in (("fused", "pairs", 2), ("fused", "whole", 5), ("staged", "pairs", 3))
+        for kind, form, steps in (
+            ("fused", "pairs", 2),
+            ("fused", "whole", 5),
+            ("staged", "pairs", 3),
+            ("few", "pairs", 2),
+            ("few", "whole", 7),
+        )
     },
-    "fused, float32 returned as bfloat16": Run(
-        "fused", 3, spec={"hidden": 20, "dtype": "float32", "wire": {"combine": "bfloat16"}}
+    **{
+        f"{kind}, float32 returned as bfloat16": Run(
+            kind, 3, spec={"hidden": 20, "dtype": "float32", "wire": {"combine": "bfloat16"}}
+        )
+        for kind in ("fused", "few")
+    },
+    "few, float32 returned as bfloat16, pieces": Run(
+        "few", 2, narrow, spec={"hidden": 1500, "dtype": "float32", "wire": {"combine": "bfloat16"}, "tokens": 5}
     ),
     "staged, float32 returned as float16, pieces": Run(
         "staged", shape=None, spec={"hidden": 1500, "dtype": "float32", "wire": {"combine": "float16"}, "tokens": 5}
     ),
-    "fused, bfloat16 returned as float32": Run("fused", spec={"hidden": 1000, "wire": {"combine": "float32"}}),
+    **{
+        f"{kind}, bfloat16 returned as float32": Run(kind, spec={"hidden": 1000, "wire": {"combine": "float32"}})
+        for kind in ("fused", "few")
+    },
     "fused, fp8 there, float16 returned as bfloat16": Run(
         "fused", spec={"hidden": 264, "dtype": "float16", "wire": {"dispatch": FP8, "combine": "bfloat16"}, "tokens": 9}
     ),

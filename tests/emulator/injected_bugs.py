@@ -57,8 +57,12 @@ def _quantising(old: str, new: str = "", **fields: Any) -> InjectedBug:
     return _injected("fused", "quantised_sending.cuh", old, new, quantised=True, **fields)
 
 
-def _long(old: str) -> InjectedBug:
-    return _injected("fused", "local_reduction.cuh", old, shape=long_pieces, tokens=12, hidden=3000)
+def _long(file: str, old: str) -> InjectedBug:
+    return _injected("fused", file, old, shape=long_pieces, tokens=12, hidden=3000)
+
+
+def _few(file: str, old: str, new: str = "", **fields: Any) -> InjectedBug:
+    return _injected("few", file, old, new, **fields)
 
 
 SYSTEM_FENCE = "ptx::fence_acq_rel_sys();  // orders"
@@ -156,22 +160,86 @@ INJECTED_BUGS = {
         ranks=2,
     ),
     "sums announced when they are read": _injected(
-        "fused", "local_reduction.cuh", "ptx::bulk_wait<1>();", "ptx::bulk_wait_read<1>();"
+        "fused", "pushes.cuh", "ptx::bulk_wait<1>();", "ptx::bulk_wait_read<1>();"
     ),
-    "no fence before a sum's word": _injected(
-        "fused", "local_reduction.cuh", f"{SYSTEM_FENCE} the pieces, whose", "//"
-    ),
+    "no fence before a sum's word": _injected("fused", "pushes.cuh", f"{SYSTEM_FENCE} the pieces, whose", "//"),
     "no fence before a sum leaves its stage": _injected(
-        "fused", "local_reduction.cuh", "ptx::fence_proxy_async_shared();  // orders this thread's stores", "//"
+        "fused", "sum_stages.cuh", "ptx::fence_proxy_async_shared();  // orders this thread's stores", "//"
     ),
     "no fence before a stamp leaves": _injected(
         "fused", "sending.cuh", "ptx::fence_proxy_async_shared();  // orders the stamp", "//", stamped=True
     ),
     "a sum's stage is overwritten too early": _injected(
-        "fused", "local_reduction.cuh", "groups_++ % STEPS_UNDER_WAY", "groups_++ * 0"
+        "fused", "sum_stages.cuh", "groups_++ % STEPS_UNDER_WAY", "groups_++ * 0"
     ),
-    "sums of three steps announced without a wait": _long("ptx::bulk_wait<3>();"),
-    "a step's stage is overwritten too early": _long("ptx::bulk_wait_read<STEPS_UNDER_WAY - 1>();"),
+    "sums of three steps announced without a wait": _long("pushes.cuh", "ptx::bulk_wait<3>();"),
+    "a step's stage is overwritten too early": _long("sum_stages.cuh", "ptx::bulk_wait_read<STEPS_UNDER_WAY - 1>();"),
+    # Rows that a combine adds come through stages.
+    "a row is added before it is in its stage": _few(
+        "row_stages.cuh", "while (!ptx::barrier_try_wait(barrier(reading_), parity_)) {\n        }", ""
+    ),
+    "the phase of a row's stage does not alternate": _few("row_stages.cuh", "parity_ ^= 1;"),
+    "no fence before a row's stage is filled again": _few(
+        "row_stages.cuh", f"{REFILL_FENCE}  // orders this thread's reads", "//"
+    ),
+    "a row's stage is filled again while threads read it": _few(
+        "row_stages.cuh", "__syncwarp();                     // all threads", "//"
+    ),
+    "a row's stage is filled again before it is read": _few("row_stages.cuh", "loads_ != stages_", "loads_ <= stages_"),
+    "no proxy fence before sums are loaded": _few(
+        "row_stages.cuh", "ptx::fence_proxy_async();  // orders the words", "//"
+    ),
+    "words of sums are not handed over": _few("row_stages.cuh", "__syncwarp();  // hands what the threads", "//"),
+    "sums are loaded before their words": _few(
+        "row_stages.cuh", "if (!arrived_ && (looked_ || !pending_ || !look()))", "if (false)"
+    ),
+    "sums are loaded after the words of the piece before": _few("row_stages.cuh", "arrived_ = piece_.ranks == 0;"),
+    "sums are loaded after the word of one rank": _few(
+        "row_stages.cuh", "waits = piece_.ranks >> rank & 1;", "waits = __ffs(piece_.ranks) - 1 == rank;", ranks=3
+    ),
+    "the wait for words is left out": _few("row_stages.cuh", "return arrived_ || piece_", "return true || piece_"),
+    "rows are loaded for one step only": _few(
+        "row_stages.cuh", "step_ + STEP < piece_.last", "false", shape=long_pieces, tokens=12, hidden=3000
+    ),
+    "y may be stored after the kernel": _few(
+        "staged_final_reduction.cuh", "ptx::bulk_wait<0>();  // y is stored", "//"
+    ),
+    "y leaves before it is in its stage": _few(
+        "staged_final_reduction.cuh", "        SumStages::fill();\n        if", "        if"
+    ),
+    "pieces are left out where rows come through stages": _few(
+        "staged_final_reduction.cuh", "after = 2 * warps_ +", "after = 3 * warps_ +"
+    ),
+    "items are left out where rows come through stages": _few(
+        "staged_local_reduction.cuh", "after = 2 * warps +", "after = 3 * warps +"
+    ),
+    "one buffer of sums where rows come through stages": InjectedBug(
+        "few",
+        (
+            Change("staged_local_reduction.cuh", "p_.slot_at(source, epoch_ & 1, p", "p_.slot_at(source, 0, p"),
+            Change("row_stages.cuh", "p_.slot_at(p_.peers.rank, epoch_ & 1,", "p_.slot_at(p_.peers.rank, 0,"),
+        ),
+        stamped=True,
+        form="pairs",
+        routings=("uniform",) * 8,
+        ranks=2,
+    ),
+    # Blocks send and place.
+    "a mixed block says done by threads that place": _few(
+        "sending.cuh", "const u32 thread = threadIdx.x - FIRST_SENDER * 32;", "const u32 thread = threadIdx.x;"
+    ),
+    "threads that place do not wait for one another": _few("dispatch.cuh", "ptx::barrier_of_warps(1, THREADS);"),
+    "both kinds of warps share a barrier": _few("dispatch.cuh", "ptx::barrier_of_warps(2,", "ptx::barrier_of_warps(1,"),
+    "a vote is taken before all have voted": _few(
+        "dispatch.cuh", "    barrier();\n    for (u32 i = 0; i < SIZE", "    for (u32 i = 0; i < SIZE"
+    ),
+    "votes are overwritten before they are read": _few(
+        "dispatch.cuh", "barrier();  // all threads have read", "//", form="known"
+    ),
+    "sender warps use the stages of placement warps": _few(
+        "placement_blocks.cuh", "rings_at(p) + p.placement_warps * PlacementWarp::memory(p)", "rings_at(p)"
+    ),
+    "sender warps end a mixed dispatch too": _few("dispatch.cu", " && !(MIXED && sends)", ""),
     "quantised rows announced without a wait": _quantising("ptx::bulk_wait<YOUNGER>();"),
     "quantised rows announced when they are read": _quantising(
         "ptx::bulk_wait<YOUNGER>();", "ptx::bulk_wait_read<YOUNGER>();"
@@ -222,7 +290,7 @@ INJECTED_BUGS = {
         "fused", "placing.cuh", "__syncwarp();  // hands the row, which one", "//", stamped=True
     ),
     "a vote instead of __syncwarp hands pieces over": _injected(
-        "fused", "final_reduction.cuh", "__syncwarp();  // hands what was acquired", "//"
+        "fused", "piece_arrivals.cuh", "__syncwarp();  // hands what was acquired", "//"
     ),
     "no fence before a stage is filled again": _injected(
         "fused",
@@ -236,7 +304,7 @@ INJECTED_BUGS = {
         "fused", "placing.cuh", f"{REFILL_FENCE}\n            __syncwarp();", "__syncwarp();", stamped=True
     ),
     "no barrier before a block's word": _injected(
-        "staged", "sending.cuh", "__syncthreads();  // hands what the warps", "//", shape=small
+        "staged", "sending.cuh", "sender_barrier();  // hands what the warps", "//", shape=small
     ),
     "no fence before a block's word": _injected(
         "staged", "sending.cuh", "ptx::fence_acq_rel_sys();  // orders the rows before", "//", shape=small
@@ -313,7 +381,7 @@ BY_ERROR = {
     ),
     "a plain access to": Change("placing.cuh", "queue_[loads_++ % QUEUE] =", "queue_[loads_++ % QUEUE + 65536] ="),
     "loads 4 bytes of shared memory at .*, which thread .* has stored, and nothing orders the two": Change(
-        "places.cuh", "        __syncthreads();\n        const u32 each", "        const u32 each"
+        "places.cuh", "        block_barrier();\n        const u32 each", "        const u32 each"
     ),
     "bulk loads into .* of shared memory at .*, which thread .* has loaded, and no proxy fence": Change(
         "placing.cuh", f"{REFILL_FENCE}\n            __syncwarp();", "__syncwarp();"
@@ -325,9 +393,9 @@ BY_ERROR = {
         "ring.cuh", "ptx::barrier_expect(barrier, chunk.bytes);", "ptx::barrier_expect(barrier, chunk.bytes + 16);"
     ),
     "two different collectives": Change(
-        "local_reduction.cuh",
-        "            __syncwarp();\n            sum_step(",
-        "            if (!leads_) __syncwarp();\n            sum_step(",
+        "sum_stages.cuh",
+        "        __syncwarp();\n        return stage;",
+        "        if (!leads_) __syncwarp();\n        return stage;",
     ),
     "still read its shared memory": Change("ring.cuh", "void drain() { ptx::bulk_wait<0>(); }", "void drain() {}"),
 }

@@ -19,7 +19,7 @@ from raymoe.exchange.peer.ll import CombineLlParams, DispatchLlParams, LlGrid, l
 from raymoe.exchange.peer.workspace import Slots, Workspace, slot_bytes_of
 from raymoe.exchange.spec import ExchangeSpec
 from raymoe.fp8 import FP8
-from raymoe.memory.layout import WORD_STRIDE, round_up
+from raymoe.memory.layout import ITEM_BYTES, WORD_STRIDE, round_up
 
 SCALES_ALIGNMENT = 4
 """Floats: bulk loads of a column of scales begin at multiples of 16 bytes."""
@@ -80,7 +80,11 @@ class Build:
         """Return the build of a kernel that finds places from counts: for groups of experts if the spec has them."""
         return dispatch.in_groups(source) if self.spec.expert_group > 1 else source
 
-    def grids(self, sms: int) -> Grids:
+    def fused_grids(self, sms: int) -> Grids:
+        """Lay out launches as `grids` does; on few SMs every block of a dispatch sends and places."""
+        return self.grids(sms, mixes=True)
+
+    def grids(self, sms: int, mixes: bool = False) -> Grids:
         """Lay out launches of at most one block on each of `sms` SMs.
 
         Grids are equal on all ranks, because the reader of a sender warp's words must know the number of these warps.
@@ -88,8 +92,9 @@ class Build:
         spec, world = self.spec, self.space.world
         gpu, retypes = world.gpu, spec.combine_wire != spec.dtype
         warps = combine.block_warps(gpu.capability, self.space.stamped, retypes)
-        gpus: list[tuple[int, ...]] = world.swap((gpu.shared_bytes, warps), "grids")  # type: ignore[assignment]
-        least_shared, warps = (min(facts) for facts in zip(*gpus, strict=True))
+        staged = int(combine.is_staged(sms, gpu.capability))
+        gpus: list[tuple[int, ...]] = world.swap((gpu.shared_bytes, warps, staged), "grids")  # type: ignore[assignment]
+        least_shared, warps, staged = (min(facts) for facts in zip(*gpus, strict=True))
         room = least_shared - STATIC_SHARED
         placed = spec.layout == "expert"
         rows = Rows(
@@ -105,7 +110,13 @@ class Build:
         )
         share = combine.local_share(world.size, spec.topk)
         summing = combine.grid_of(spec.row_bytes, spec.tokens, sms, room, share, warps)
-        return Grids(sms, dispatch_grid.grid_of(rows, sms, room), summing)
+        if staged:
+            widening = ITEM_BYTES[spec.combine_wire] / ITEM_BYTES[spec.dtype]
+            summing = combine.staged(summing, spec.row_bytes, widening, room)
+        moving = dispatch_grid.grid_of(rows, sms, room)
+        if mixes and dispatch_grid.is_mixed(sms):
+            moving = dispatch_grid.mixed(rows, moving, sms, room)
+        return Grids(sms, moving, summing)
 
     def view_slots(self) -> tuple[torch.Tensor, torch.Tensor | None]:
         """View all dispatch slots as rows of this spec, the row of zeros last, and as scales if they have some."""
@@ -180,7 +191,7 @@ class Build:
         space, spec = self.space, self.spec
         numbers = combine.number_bytes(spec.topk) if carries else 0
         return CombineParams(
-            **self._combine_call(),
+            **self._combine_call() | {"stages": grid.stages},
             rows=space.buffers("combine_rows"),
             statuses=space.buffers("statuses"),
             arrivals=space.offset("combine_arrivals"),
@@ -270,7 +281,7 @@ class Build:
             weighted=0,
             op=space.error.number("combine"),
             site=0,
-            unused=0,
+            stages=0,
         )
         return vars(call)
 

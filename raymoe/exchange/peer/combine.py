@@ -41,7 +41,7 @@ class CombineCall(Params):
     weighted: U32
     op: U32
     site: U32
-    unused: U32
+    stages: U32
 
 
 @dataclass(frozen=True)
@@ -108,6 +108,15 @@ def with_ll_statuses(source: KernelSource) -> KernelSource:
     return replace(source, defines=(*source.defines, ("LL_STATUSES", "1")))
 
 
+def with_stages(source: KernelSource, vectors: int) -> KernelSource:
+    """Return the build whose rows come through stages, with so many vectors of a thread in a step; 0: as it is.
+
+    >>> with_stages(combine_source("float16"), 7).defines
+    (('ROW_TYPE', 'F16'), ('STAGED_ROWS', '7'))
+    """
+    return replace(source, defines=(*source.defines, ("STAGED_ROWS", str(vectors)))) if vectors else source
+
+
 def block_warps(capability: tuple[int, int], stamped: bool, retypes: bool) -> int:
     """Return the warps of a block, one block to an SM: as many as there are registers for.
 
@@ -131,11 +140,15 @@ class CombineGrid:
     pieces: int
     together: int
     shared_bytes: int
+    vectors: int = 0
+    """Vectors of a thread in a step, where rows that are added come through stages; 0: by ordinary loads."""
+    stages: int = 0
+    """Of each warp, for such rows."""
 
     def shape(self, parts: int) -> Shape:
         """Return the launch shape for these parts."""
         blocks = (self.local_blocks if parts & REDUCE else 0) + (self.final_blocks if parts & SUM else 0)
-        return Shape(blocks, self.warps * 32, self.shared_bytes if parts & REDUCE else 0)
+        return Shape(blocks, self.warps * 32, self.shared_bytes if parts & REDUCE or self.stages else 0)
 
 
 def local_share(ranks: int, topk: int) -> float:
@@ -157,8 +170,9 @@ def grid_of(
 ) -> CombineGrid:
     """Lay out one block of so many warps on each of `sms` SMs; `share` of the blocks reduce.
 
-    >>> grid_of(14336, 4096, 132, 231424, local_share(ranks=4, topk=8), WIDE)
-    CombineGrid(local_blocks=60, final_blocks=72, warps=16, local_warps=16, pieces=4, together=2, shared_bytes=132096)
+    >>> grid = grid_of(14336, 4096, 132, 231424, local_share(ranks=4, topk=8), WIDE)
+    >>> grid.local_blocks, grid.final_blocks, grid.local_warps, grid.pieces, grid.together, grid.shared_bytes
+    (60, 72, 16, 4, 2, 132096)
     >>> grid_of(14336, 16, 132, 231424).pieces, grid_of(16, 16, 132, 231424).pieces
     (7, 1)
     >>> grid_of(14336, 4096, 48, 231424).together
@@ -177,6 +191,50 @@ def grid_of(
     local_warps = min(warps, shared_bytes // warp_bytes)
     together = FEW_TOGETHER if local_blocks <= FEW_LOCAL_BLOCKS else TOGETHER
     return CombineGrid(local_blocks, final_blocks, warps, local_warps, pieces, together, local_warps * warp_bytes)
+
+
+def is_staged(sms: int, capability: tuple[int, int]) -> bool:
+    """Return whether rows that are added come through stages on so many SMs. On Blackwell, 8 vectors would spill.
+
+    >>> [is_staged(sms, (9, 0)) for sms in (8, 64, 132)], is_staged(8, (10, 0))
+    ([True, True, False], False)
+    """
+    return sms <= MOST_STAGED_SMS and capability < (10, 0)
+
+
+def staged(grid: CombineGrid, row_bytes: int, widening: float, shared_bytes: int) -> CombineGrid:
+    """Return the grid for rows that come through stages. An element is `widening` times as wide on the wire.
+
+    A step is a whole piece if it has at most MOST_VECTORS vectors of a thread.
+
+    >>> seven = staged(grid_of(14336, 4096, 24, 231424), 14336, 1, 231424)
+    >>> seven.pieces, seven.vectors, seven.stages, seven.warps, seven.local_warps, seven.shared_bytes
+    (4, 7, 6, 8, 8, 230400)
+    >>> wide = staged(grid_of(14336, 4096, 24, 231424), 14336, 2, 231424)
+    >>> wide.vectors, wide.stages
+    (4, 5)
+    """
+    of_piece = -(-(row_bytes // 16) // grid.pieces)
+    vectors = max(1, min(-(-of_piece // 32), MOST_VECTORS if widening == 1 else MOST_VECTORS // 2))
+    stage_bytes = 32 * vectors * 16 * max(1, round(widening))
+    leaving = STAGED_LEAVING * (stage_bytes + STAMP_BYTES)  # enough with stamps too
+    stages = MOST_STAGES
+    while stages > 1 and STAGED_WARPS * _staged_bytes(leaving, stages, stage_bytes) > shared_bytes:
+        stages -= 1
+    warp_bytes = _staged_bytes(leaving, stages, stage_bytes)
+    return replace(
+        grid,
+        warps=STAGED_WARPS,
+        local_warps=STAGED_WARPS,
+        shared_bytes=STAGED_WARPS * warp_bytes,
+        vectors=vectors,
+        stages=stages,
+    )
+
+
+def _staged_bytes(leaving: int, stages: int, stage_bytes: int) -> int:
+    """Return the shared memory of a warp; the same sum as in row_stages.cuh."""
+    return -(-(leaving + stages * (stage_bytes + 8)) // 128) * 128
 
 
 def most_pieces(tokens: int) -> int:
@@ -206,3 +264,11 @@ on all 205, 216 and 228 (2x H200, 2026-11-22)."""
 MOST_PIECES = 32
 VECTORS_A_STEP, STEPS_UNDER_WAY = 128, 4
 """Vectors that a warp loads of one row at a time, 4 for each thread; and the steps in flight."""
+
+MOST_STAGED_SMS = 64
+"""On more SMs the loads of all warps keep the memory busy without stages. Not measured yet: docs/experiments/few_sms.md
+says how to compare both."""
+
+STAGED_WARPS, MOST_VECTORS, MOST_STAGES, STAGED_LEAVING = WARPS, 8, 16, 2
+"""Warps of a block; vectors of a thread in a step, at most; stages of a warp for rows, at most; stages of a warp for
+sums, as in sum_stages.cuh. Not measured: more warps have fewer stages and registers each."""

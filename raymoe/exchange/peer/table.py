@@ -14,12 +14,13 @@ from raymoe.cuda.launch import Field, Launch, Shape
 from raymoe.cuda.launcher import Copies, Launcher
 from raymoe.cuda.params import Params
 from raymoe.exchange.peer.build import Build, Grids
-from raymoe.exchange.peer.combine import CombineCall, combine_source, with_ll_statuses
+from raymoe.exchange.peer.combine import CombineCall, combine_source, with_ll_statuses, with_stages
 from raymoe.exchange.peer.dispatch import (
     ChunkedDispatchParams,
     DispatchCall,
     DispatchParams,
     dispatch_source,
+    in_mixed_blocks,
     routed_again,
 )
 
@@ -117,6 +118,7 @@ class Stages:
         build, space = self.build, self.build.space
         chunked = self.rail_op is not None
         source = dispatch_source(build.spec.dtype, build.fp8, space.stamped, space.traces, known=known, chunked=chunked)
+        source = in_mixed_blocks(source, self.grids.dispatch.mixed)
         params = self._dispatch_params(parts)
         if known:
             # With layout rank too, rows go to their places: their slots change with the parity of the epoch.
@@ -136,6 +138,7 @@ class Stages:
         """
         space, spec, grid = self.build.space, self.build.spec, self.grids.combine
         source = combine_source(spec.dtype, space.stamped, space.traces, spec.combine_wire, grid.warps, carries)
+        source = with_stages(source, grid.vectors)
         params = self.build.combine_params(grid, parts, carries)
         if ll_statuses:
             source, params = with_ll_statuses(source), replace(params, statuses=space.buffers("ll_statuses"))

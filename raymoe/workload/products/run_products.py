@@ -21,7 +21,8 @@ from raymoe.errors import one_line
 from raymoe.memory.world import World
 from raymoe.workload.measure import Line, Samples, Step, Steps, measure, result_line
 from raymoe.workload.oracle import BOUNDS
-from raymoe.workload.products.systems import OWN, SYSTEMS, Prepared, Unavailable
+from raymoe.workload.products.prepared import Prepared, Unavailable
+from raymoe.workload.products.systems import OWN, SYSTEMS
 from raymoe.workload.products.tasks import OPS, ProductSizes, Task
 from raymoe.workload.progress import Progress, step_listener
 from raymoe.workload.traffic import Traffic
@@ -155,7 +156,8 @@ class _Turns:
         line = result_line(self._case, task.op, Traffic(0, 0), samples, list(self._systems).index(name)) | keys
         us = float(str(line["us_p50"]))
         copies = name == "copy"
-        nbytes = task.weight_bytes if copies else task.nbytes
+        own_bytes = self._systems[name].prepared.nbytes
+        nbytes = task.weight_bytes if copies else task.nbytes if own_bytes is None else own_bytes
         return line | {
             "bytes_wire": None,
             "bytes_memory": nbytes,

@@ -11,6 +11,7 @@
 #include <cstring>
 
 #include "machine.h"
+#include "raymoe/base/ptx_matrix.cuh"
 #include "raymoe/base/ptx.cuh"
 
 namespace emulator {
@@ -293,6 +294,15 @@ u32 atomic_add_acq_rel(u32* word, u32 value) {
 u32 atomic_add_32(u32* word, u32 value) {
     machine->yield();
     return emulator::exchange(word, [&](u32 before) { return before + value; });
+}
+
+void add_floats(u8* at, float a, float b, float c, float d) {
+    machine->yield();
+    emulator::checked(at, 16, 16, "adds floats to");
+    const float added[] = {a, b, c, d};
+    for (u32 i = 0; i < 4; ++i) {
+        emulator::exchange(reinterpret_cast<float*>(at) + i, [&](float before) { return before + added[i]; });
+    }
 }
 
 u64 atomic_compare_swap(u64* word, u64 expected, u64 value) {

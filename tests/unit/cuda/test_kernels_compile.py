@@ -34,7 +34,7 @@ from raymoe.exchange.nccl.rounds import (
     SPREAD,
     sum_sources,
 )
-from raymoe.exchange.peer.combine import combine_source, with_ll_statuses
+from raymoe.exchange.peer.combine import combine_source, with_ll_statuses, with_stages
 from raymoe.exchange.peer.dispatch import (
     ANNOUNCE,
     WARPS,
@@ -42,6 +42,7 @@ from raymoe.exchange.peer.dispatch import (
     alltoallv_source,
     dispatch_source,
     in_groups,
+    in_mixed_blocks,
     pack_source,
     routed_again,
 )
@@ -52,7 +53,8 @@ from raymoe.packaged import packaged_folder
 from raymoe.transport.copy_kernel import COPY, MOST_TRANSFERS, CopyParams, Transfer
 from raymoe.workload.compare.row_push import ROW_PUSH
 from tests.unit.moe.expert_rows_sources import expert_rows_sources
-from tests.unit.moe.product_sources import product_sources
+from tests.unit.moe.product_fp8_sources import product_fp8_sources
+from tests.unit.moe.product_sources import outer_sources, product_sources
 from tests.unit.moe.router_cases import router_sources
 from tests.unit.rows.pipe_sources import pipe_sources
 
@@ -72,11 +74,32 @@ BEFORE_HOPPER = (
 """Kernels of the backends that GPUs before Hopper have."""
 PIPE = pipe_sources()
 FEW_ROWS = tuple(few_rows_source(gated) for gated in (False, True))
-PRODUCTS = product_sources()
+PRODUCTS = (*product_sources(), *outer_sources(), *product_fp8_sources())
 ON_ROWS = (*PIPE, *router_sources(), *FEW_ROWS, *expert_rows_sources(), *PRODUCTS)
 """Kernels that read no memory of peers."""
 MANY_ON_ROWS = [source for index, source in enumerate(ON_ROWS) if index % 4]
 """Three of four, which are compiled for one architecture only: they are many, and take long."""
+MIXED = (
+    *(in_mixed_blocks(dispatch_source(), senders) for senders in (1, 2, 3, 4)),
+    in_mixed_blocks(dispatch_source(stamped=True), 1),
+    in_mixed_blocks(dispatch_source(traces=True), 1),
+    in_mixed_blocks(dispatch_source(known=True), 1),
+    in_mixed_blocks(dispatch_source(known=True, chunked=True), 3),
+    in_mixed_blocks(routed_again(in_groups(dispatch_source(chunked=True))), 2),
+)
+"""Dispatches on few SMs, whose blocks send and place."""
+STAGED_ROWS = (
+    *(with_stages(combine_source("bfloat16"), vectors) for vectors in (1, 6, 7, 8)),
+    *(with_stages(combine_source(dtype), 8) for dtype in ("float16", "float32")),
+    with_stages(combine_source("bfloat16", stamped=True), 7),
+    with_stages(combine_source("bfloat16", traces=True), 7),
+    *(with_stages(combine_source(dtype, carries=True), 8) for dtype in DTYPES),
+    with_stages(with_ll_statuses(combine_source("bfloat16", carries=True)), 7),
+    with_stages(combine_source("float32", wire="bfloat16", carries=True), 4),
+    with_stages(combine_source("bfloat16", wire="float32"), 4),
+    with_stages(combine_source("float16", wire="bfloat16"), 8),
+)
+"""Combines on few SMs, whose rows come through stages: for Hopper only."""
 SOURCES = (
     *BEFORE_HOPPER,
     *ON_ROWS,
@@ -99,6 +122,7 @@ SOURCES = (
     dispatch_source(known=True, chunked=True),
     dispatch_source("float16", fp8=True, chunked=True),
     dispatch_source(traces=True, known=True),
+    *MIXED,
     in_groups(dispatch_source()),
     in_groups(dispatch_source(chunked=True)),
     in_groups(dispatch_source(fp8=True)),
@@ -121,6 +145,7 @@ SOURCES = (
     combine_source("float32", wire="bfloat16"),
     combine_source("bfloat16", wire="float32"),
     combine_source("float16", wire="bfloat16"),
+    *STAGED_ROWS,
     dispatch_ll_source(),
     routed_again(dispatch_ll_source()),
     routed_again(in_groups(dispatch_ll_source())),
@@ -136,6 +161,7 @@ HOPPER = {source for source in SOURCES if ("BLOCK_WARPS", str(WIDE)) in source.d
 NARROW = {source for source in SOURCES if source.stem == "combine" and source not in HOPPER}
 ONE_OF_EACH = {source.stem: source for source in reversed(PIPE)}
 HOPPER |= set(PIPE) - set(ONE_OF_EACH.values())
+HOPPER |= set(STAGED_ROWS)
 """Combines of 16 warps, used only on Hopper, and of 8 warps. raymoe/exchange/peer/combine.py gives the reason."""
 HOPPER |= set(PRODUCTS)  # no other GPU has wgmma
 BULK = {"copy", "row_push", "dispatch", "combine"}
@@ -253,6 +279,8 @@ def a_kernel_uses_no_local_memory(compiled):
 @rule
 def a_kernel_uses_few_enough_registers_for_16_warps_per_sm(compiled):
     most = 216 if compiled.source in NARROW else 65536 // (32 * WIDE)
+    if compiled.source in STAGED_ROWS:
+        most = 65536 // (32 * WARPS) - 1  # of a thread at most; one block of 8 warps fills an SM
     if compiled.source in (*PIPE, *PRODUCTS):
         (threads,) = re.findall(r"\.maxntid (\d+)", compiled.ptx)
         most = min(255, 65536 // int(threads))
@@ -265,7 +293,8 @@ def ptxas_does_not_serialise_wgmma(compiled):
     """Its notes C7512 and C7519 say that wgmma waits for the one before, or that the sums are copied between them."""
     assert not re.search(r"C75\d\d|wgmma.*serialized", compiled.log), compiled.log
     if compiled.source in PRODUCTS:
-        assert "setmaxnreg" in compiled.ptx and "cp.async.bulk.tensor.3d" in compiled.ptx
+        dimensions = 4 if compiled.source.stem == "outer_product" else 3
+        assert "setmaxnreg" in compiled.ptx and f"cp.async.bulk.tensor.{dimensions}d" in compiled.ptx
 
 
 @rule
@@ -286,6 +315,7 @@ def a_block_has_as_many_threads_as_its_headers_assume(compiled):
     if "raymoe/peer/dispatch/dispatch.cuh" in text or "raymoe/peer/combine/combine.cuh" in text:
         defined = dict(compiled.source.defines).get("BLOCK_WARPS") or re.findall(r"#define BLOCK_WARPS (\d+)", text)
         warps = int(defined if isinstance(defined, str) else (*defined, WARPS)[0])
+        warps += int(dict(compiled.source.defines).get("MIXED_SENDERS", 0))
         assert re.findall(r"\.maxntid (\d+)", compiled.ptx) == [str(32 * warps)]
 
 
@@ -293,7 +323,8 @@ def a_block_has_as_many_threads_as_its_headers_assume(compiled):
 def bulk_kernels_move_bytes_by_bulk_copies(compiled):
     if compiled.source.stem in BULK:
         loads = "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes" in compiled.ptx
-        assert loads == (compiled.source.stem != "combine")  # it reads rows by ordinary loads
+        # Without stages a combine reads rows by ordinary loads.
+        assert loads == (compiled.source.stem != "combine" or compiled.source in STAGED_ROWS)
         assert "cp.async.bulk.global.shared::cta.bulk_group" in compiled.ptx
         assert "fence.proxy.async" in compiled.ptx
 

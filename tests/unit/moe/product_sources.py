@@ -1,4 +1,4 @@
-"""The builds of kernels/moe/product.cu."""
+"""The builds of kernels/moe/product.cu and outer_product.cu."""
 
 from __future__ import annotations
 
@@ -7,7 +7,8 @@ from dataclasses import replace
 import torch
 
 from raymoe.cuda.jit import KernelSource
-from raymoe.moe.products import FEW, MANY, Gate
+from raymoe.moe.products import FEW, MANY, SOME, Gate
+from tests.unit.moe.emulated_outer import OuterCase
 from tests.unit.moe.emulated_product import SMALL, ProductCase
 
 PLAIN = ProductCase((1,), columns=8, outputs=16, tiles=FEW)
@@ -20,6 +21,7 @@ OF_LAYERS = (
     *(replace(PLAIN, gate=GPT_OSS, bias=True), replace(PLAIN, bias=True)),
 )
 """The builds of layers that the switches do not show: the forward pass of training, and gpt-oss."""
+GRADIENT = replace(PLAIN, transposed=True, zero_gaps=True)
 HALF = replace(ALL_SWITCHES, gate=Gate(), dtype=torch.float16)
 
 
@@ -28,4 +30,12 @@ def product_sources() -> tuple[KernelSource, ...]:
     quick = (PLAIN, GATED, replace(ALL_SWITCHES, tiles=SMALL), replace(HALF, tiles=SMALL))
     whole = (PLAIN, GATED, ALL_SWITCHES, HALF, replace(PLAIN, bias=True, weighted=True, zero_gaps=True), *OF_LAYERS)
     cases = (*quick, *(replace(case, tiles=tiles) for tiles in (FEW, MANY) for case in whole))
-    return tuple(dict.fromkeys(case.product().source() for case in cases))
+    gradients = [replace(GRADIENT, tiles=tiles) for tiles in (FEW, SOME, MANY)]
+    gradients += [replace(GRADIENT, dtype=torch.float16), replace(GRADIENT, zero_gaps=False)]
+    return tuple(dict.fromkeys(case.product().source() for case in (*cases, *gradients)))
+
+
+def outer_sources() -> tuple[KernelSource, ...]:
+    """Return all builds of outer_product.cu."""
+    cases = (OuterCase((1,), 16, 8, dtype, adds) for dtype in (torch.bfloat16, torch.float16) for adds in (False, True))
+    return tuple(case.product().source() for case in cases)

@@ -22,7 +22,12 @@ BIASED = ProductCase((1, 1), columns=64, outputs=272, bias=True, weighted=True)
 BOXES = ProductCase((120, 40), columns=64, outputs=16, tiles=MANY)
 ONE_TILE = ProductCase((5,), columns=64, outputs=16)
 AT_ONCE = ProductCase((17, 0, 40, 1), columns=200, outputs=144, tiles=TileClass(16, 2, at_once=True))
-_FILES = [KERNELS / "moe/product.cu", *(KERNELS / "include/raymoe/moe/product").glob("*.cuh")]
+_FOLDER = KERNELS / "include/raymoe/moe/product"
+_FILES = [
+    KERNELS / "moe/product.cu",
+    *(_FOLDER / f"{name}.cuh" for name in ("loading", "multiplying", "operands", "product", "results")),
+]
+TRANSPOSED = replace(PLAIN, transposed=True)
 
 
 def injected(
@@ -70,9 +75,28 @@ INJECTED_BUGS = {
     ),
     "no swizzle": injected("SWIZZLE_128 | GROUP_STRIDE", "GROUP_STRIDE"),
     "another half of the weights": injected("half * (HALF_BYTES / 16)", "half * (HALF_BYTES / 32)"),
-    "other columns of the weights": injected("(HALF_BYTES / 16) + part * 2,", "(HALF_BYTES / 16) + part * 4 % 8,"),
-    "other columns of the tokens": injected("tokens + part * 2", "tokens + (part ^ 1) * 2"),
+    "other columns of the weights": injected(
+        "(HALF_BYTES / 16) + part * NEXT_WEIGHTS,", "(HALF_BYTES / 16) + part * 4 % 8,"
+    ),
+    "other columns of the tokens": injected("tokens + part * NEXT_COLUMNS", "tokens + (part ^ 1) * NEXT_COLUMNS"),
     "the other warpgroup's rows": injected("warpgroup * (HALF_BYTES / 2)", "(1 - warpgroup) * (HALF_BYTES / 2)"),
+    # Transposed weights.
+    "transposed weights are multiplied as they are": injected("wgmma<N, TRANSPOSED>", "wgmma<N>", case=TRANSPOSED),
+    "the next columns of weights that are not transposed": injected(
+        "TRANSPOSED ? NEXT_COLUMNS_TRANSPOSED : NEXT_COLUMNS", "NEXT_COLUMNS", case=TRANSPOSED
+    ),
+    "another stride between groups of columns": injected(
+        "static_cast<u64>(1024 / 16) << 32", "static_cast<u64>(2048 / 16) << 32", case=TRANSPOSED
+    ),
+    "half of the next columns": injected("16 * PIECE_BYTES / 16", "8 * PIECE_BYTES / 16", case=TRANSPOSED),
+    "a box of transposed weights is left out": injected(
+        "box < WEIGHT_BYTES / BOX_BYTES", "box + 1 < WEIGHT_BYTES / BOX_BYTES", case=TRANSPOSED
+    ),
+    "boxes of the same outputs": injected("tile.output + box * PIECE", "tile.output", case=TRANSPOSED),
+    "boxes of other columns": injected(
+        "box * PIECE, column, tile.expert", "box * PIECE, 0, tile.expert", case=TRANSPOSED
+    ),
+    "boxes of another expert": injected("PIECE, column, tile.expert", "PIECE, column, 0", case=TRANSPOSED),
     "more registers than there are": injected("MULTIPLYING_REGISTERS = 232", "MULTIPLYING_REGISTERS = 240"),
     # The tiles.
     "a record is read before it is written": injected("await(memory.told(record), turn / 2 & 1);"),
@@ -123,7 +147,7 @@ BY_ERROR = {
         "ptx::wgmma_commit();", "if (threadIdx.x >= 32) ptx::wgmma_commit();"
     ),
     "the threads of its warp take different steps": injected(
-        "ptx::wgmma<N>(sums[half], rows +", "ptx::wgmma<N>(sums[half], rows + threadIdx.x % 32 / 31 * 2 +"
+        "TRANSPOSED>(sums[half], rows +", "TRANSPOSED>(sums[half], rows + threadIdx.x % 32 / 31 * 2 +"
     ),
     "waits until all four warps have issued its wgmma": injected(
         "ptx::wgmma_fence();",

@@ -12,14 +12,23 @@ import torch
 
 from raymoe.cuda.tensor_map import TensorMap
 from raymoe.errors import ConfigError
-from raymoe.moe import grouped_linear, grouped_swiglu, product_launch, product_operators
+from raymoe.moe import (
+    grouped_linear,
+    grouped_swiglu,
+    outer_launch,
+    product_gradients,
+    product_launch,
+    product_operators,
+)
 from raymoe.moe.expert_rows import Groups
 from raymoe.moe.experts import GPT_OSS, SWIGLU, Experts, ModelWeights
 from raymoe.moe.few_rows import FewRows
+from raymoe.moe.outer_products import OuterProduct
 from raymoe.moe.product_choice import CHOICES
 from raymoe.moe.products import FEW, MANY, SOME, THREADS, Gate, Product, TileClass
 from tests.emulator.build import compiler
 from tests.emulator.tensor_map import emulated_map
+from tests.unit.moe.emulated_outer import run_outer
 from tests.unit.moe.emulated_product import run_product
 from tests.unit.moe.grouped_cases import Exact, RowsCase, near
 from tests.unit.rows.rows_driver import Counters, RowsDriver
@@ -38,11 +47,17 @@ def driver(monkeypatch: pytest.MonkeyPatch) -> RowsDriver:
 
 
 def product(
-    rows: int = 100, gate: Gate | None = None, tiles: TileClass = MANY, dtype: torch.dtype = BF16, **others: Any
+    rows: int = 100,
+    gate: Gate | None = None,
+    tiles: TileClass = MANY,
+    dtype: torch.dtype = BF16,
+    transposed: bool = False,
+    **others: Any,
 ) -> Product:
     outputs, columns = 48, 72
     products = outputs * (1 if gate is None else 2)
     weight, y = torch.zeros(3, products, columns, dtype=dtype), torch.zeros(rows, outputs, dtype=dtype)
+    weight = weight.transpose(1, 2).contiguous().transpose(1, 2) if transposed else weight
     x, places = torch.zeros(rows, columns, dtype=dtype), (torch.zeros(size, dtype=torch.int32) for size in (4, 3))
     return Product(x, weight, *places, y, gate, tiles=tiles, **others)
 
@@ -54,6 +69,7 @@ FORMS: list[dict[str, Any]] = [
     {"gate": Gate(True, 1.702, 7.0, 1.0), "gate_up": torch.zeros(100, 96, dtype=BF16), "zero_gaps": True},
     {"bias": torch.zeros(3, 48, dtype=BF16), "row_weights": torch.zeros(100)},
     {"dtype": F16},
+    {"transposed": True},
 ]
 
 
@@ -71,6 +87,14 @@ def test_prepared_launches_have_the_parameters_of_their_tensors(driver: RowsDriv
         assert (launched.threads, launched.shared_bytes) == (THREADS, call.tiles.shared_bytes(3))
         assert launched.blocks == min(132, call.most_tiles)
     assert len(driver.loaded) == 1, "a kernel is loaded once"
+
+
+def test_transposed_weights_of_the_same_shape_take_another_kernel(driver: RowsDriver) -> None:
+    calls = [product(), product(transposed=True)] * 2
+    for call in calls:
+        (launched,) = driver.launches_of(lambda call=call: product_launch.launch(call))
+        assert launched.source == call.source()
+    assert len(driver.loaded) == 2
 
 
 def test_other_numbers_of_rows_take_the_same_kernel(driver: RowsDriver) -> None:
@@ -230,16 +254,19 @@ def test_few_rows_take_a_class_of_product_where_few_rows_cannot_compute_them(ker
     assert kernels == ["few"] * 13
 
 
-def test_products_that_no_kernel_takes_are_those_of_torch(kernels: list[str]) -> None:
+def test_weights_may_be_transposed_without_a_gate(kernels: list[str]) -> None:
     x, weight, *places = given()
-    for call in (
-        given(outputs=24),
-        given(columns=12),
-        given(dtype=F32),
-        [x, weight.transpose(1, 2).contiguous().transpose(1, 2), *places],
-    ):
+    grouped_linear(x, weight.transpose(1, 2).contiguous().transpose(1, 2), *places)
+    grouped_linear(x, weight[:, ::2], *places)
+    assert kernels == ["many"]
+
+
+def test_products_that_no_kernel_takes_are_those_of_torch(kernels: list[str]) -> None:
+    for call in (given(outputs=24), given(columns=12), given(dtype=F32)):
         y = grouped_linear(*call)
         assert bool((y[:3] == call[0].shape[1]).all())
+    x, weight, *_ = given()
+    assert not product_launch.takes(x, weight.transpose(1, 2).contiguous().transpose(1, 2), Gate())
     assert not product_launch.takes(x, torch.empty(100_000, 16, 64, dtype=BF16, device="meta"), None)
     assert kernels == []
 
@@ -269,7 +296,7 @@ def test_experts_on_a_gpu_take_it_with_and_without_gradients(
 @pytest.mark.skipif(compiler() is None, reason="needs a C++ compiler, which compiles kernels for a CPU")
 @pytest.mark.parametrize("activation", [SWIGLU, GPT_OSS], ids=["swiglu", "gpt_oss"])
 def test_experts_by_the_emulated_kernel_equal_float64(monkeypatch: pytest.MonkeyPatch, activation: Any) -> None:
-    """Inference and the forward pass of training. Gaps of results begin with NaN."""
+    """Inference and training. Gaps of results begin with NaN."""
     monkeypatch.setattr("raymoe.moe.experts._in_kernels", lambda _: True)
     monkeypatch.setattr("raymoe.moe.expert_rows._in_kernels", lambda _: False)
     monkeypatch.setattr(product_launch, "has_kernel", lambda _: True)
@@ -285,14 +312,22 @@ def test_experts_by_the_emulated_kernel_equal_float64(monkeypatch: pytest.Monkey
                 tensor.fill_(torch.nan)
         run_product(call)
 
+    def emulate_outer(call: OuterProduct) -> None:
+        call.d_weight.fill_(torch.nan)
+        run_outer(call)
+        outer.append(call)
+
+    outer: list[OuterProduct] = []
     monkeypatch.setattr(product_launch, "launch", emulate)
+    monkeypatch.setattr(outer_launch, "launch", emulate_outer)
+    monkeypatch.setattr(product_gradients, "choose", lambda *_, **__: small)
     case = RowsCase((5, 0, 17))
-    up, down = case.drawn(3, 64, 24, seed=1, scale=0.2), case.drawn(3, 32, 32, seed=2, scale=0.2)
+    up, down = case.drawn(3, 64, 48, seed=1, scale=0.2), case.drawn(3, 32, 32, seed=2, scale=0.2)
     weights, biased = ModelWeights(up, down), activation == GPT_OSS
     if biased:
         weights.gate_up_proj_bias, weights.down_proj_bias = case.drawn(3, 64, seed=3), case.drawn(3, 32, seed=4)
     experts, own = Experts(weights, activation), case.own()
-    x, share = case.rows(24, 5), case.row_weights(6).where(own, 0.0)
+    x, share = case.rows(48, 5), case.row_weights(6).where(own, 0.0)
     x[: case.starts[-1]][~own[: case.starts[-1]]] = 0
     exact, groups = Exact(case.groups), (case.groups.offsets, case.groups.counts)
     biases = experts.gate_up_proj_bias, experts.down_proj_bias
@@ -310,6 +345,9 @@ def test_experts_by_the_emulated_kernel_equal_float64(monkeypatch: pytest.Monkey
         zeroed.clear()
         dy = case.rows(32, 7).where(own[:, None], 0)
         found = torch.autograd.grad(trained, [leaf, experts.gate_up_proj, experts.down_proj], dy)
+        assert zeroed == [True, True] and len(outer) == 2, "both gradients of both products are by kernels"
+        zeroed.clear()
+        outer.clear()
         for have, want in zip(found, torch.autograd.grad(wanted, same, dy.double()), strict=True):
             near(have[own] if have.shape == x.shape else have, want[own] if have.shape == x.shape else want, 2e-2)
 

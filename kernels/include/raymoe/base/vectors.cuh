@@ -141,6 +141,19 @@ struct Crossing {
         return loaded;
     }
 
+    static __device__ __forceinline__ Crossing shared_load(u32 at) {
+        Crossing loaded;
+#pragma unroll
+        for (u32 i = 0; i < PARTS; ++i) {
+            if constexpr (BYTES == 8) {
+                loaded.parts[i] = {ptx::shared_load_8(at), 0};
+            } else {
+                loaded.parts[i] = ptx::shared_load_16(at + i * 16);
+            }
+        }
+        return loaded;
+    }
+
     static __device__ __forceinline__ Crossing pack(const float* from) {
         Crossing packed;
         if constexpr (Wire::COUNT > COUNT) {

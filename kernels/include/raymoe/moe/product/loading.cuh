@@ -53,15 +53,29 @@ struct Loader {
 
     __device__ __forceinline__ void load(const ProductTile& tile, u64 weights_policy, u64 tokens_policy) {
         const u32 rows = rounded_up(tile.stored, STEP), bytes = WEIGHT_BYTES + rows * ROW_BYTES;
-        const u32 second = GATED ? tile.output : tile.output + HALF_ROWS;
         for (u32 column = 0; column < p.columns; column += COLUMNS, ++turn) {
             const u32 stage = turn % STAGES, barrier = memory.full(stage);
             await(memory.empty(stage), (turn / STAGES + 1) & 1);
             ptx::barrier_expect(barrier, bytes);
-            const u32 weights = memory.weights(stage);
-            ptx::tensor_load_3d(weights, p.first, column, tile.output, tile.expert, barrier, weights_policy);
-            ptx::tensor_load_3d(weights + HALF_BYTES, p.second, column, second, tile.expert, barrier, weights_policy);
+            load_weights(tile, column, memory.weights(stage), barrier, weights_policy);
             load_tokens(tile.row, rows, column, memory.tokens(stage), barrier, tokens_policy);
+        }
+    }
+
+    // Loads both halves of the weights. Transposed ones have a box for each 64 outputs, which are its pieces.
+    __device__ __forceinline__ void load_weights(const ProductTile& tile, u32 column, u32 shared, u32 barrier,
+                                                 u64 policy) {
+        if constexpr (TRANSPOSED) {
+            constexpr u32 BOX_BYTES = COLUMNS * PIECE_BYTES;
+#pragma unroll 1
+            for (u32 box = 0; box < WEIGHT_BYTES / BOX_BYTES; ++box) {
+                ptx::tensor_load_3d(shared + box * BOX_BYTES, p.first, tile.output + box * PIECE, column, tile.expert,
+                                    barrier, policy);
+            }
+        } else {
+            const u32 second = GATED ? tile.output : tile.output + HALF_ROWS;
+            ptx::tensor_load_3d(shared, p.first, column, tile.output, tile.expert, barrier, policy);
+            ptx::tensor_load_3d(shared + HALF_BYTES, p.second, column, second, tile.expert, barrier, policy);
         }
     }
 

@@ -8,8 +8,8 @@
 namespace raymoe {
 
 // 16-byte vectors of a row that a thread has in flight at a time, of two rows at a time: as many as there are registers
-// for, fewer if sums cross as a wider type.
-constexpr u32 UNROLL = Crossed::BYTES > 16 ? 2 : 4;
+// for, fewer if sums cross as a wider type. With STAGED_ROWS, vectors that it reads of a stage.
+constexpr u32 UNROLL = STAGED_ROWS ? STAGED_ROWS : Crossed::BYTES > 16 ? 2 : 4;
 
 // Adds the experts' rows of a token to `sums`, in the order of k. All threads of the warp call this. `entry` is that of
 // CombineCall::entry; bit k of `hits` says that entry k is on this rank.

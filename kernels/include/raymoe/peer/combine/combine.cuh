@@ -15,6 +15,10 @@
 #define CARRIES 0  // 1: a float32 number of each entry (token, k) is returned beside the sum of its token
 #endif
 
+#ifndef STAGED_ROWS
+#define STAGED_ROWS 0  // not 0: vectors of a thread in a step of rows that come through stages (row_stages.cuh)
+#endif
+
 namespace raymoe {
 
 using Crossed = Crossing<ROW_TYPE, WIRE_TYPE>;
@@ -47,8 +51,8 @@ struct CombineCall {
     u32 row_bytes;
     u32 weighted;
     u32 op;
-    u32 site;  // of the call, such as a layer, below 2^29; 0: none
-    u32 unused;
+    u32 site;    // of the call, such as a layer, below 2^29; 0: none
+    u32 stages;  // of each warp, for rows that it adds; only builds of combine.cu with STAGED_ROWS read it
 
     // For thread k of a warp: the place of entry k of the token on this rank, and its weight. NOWHERE from topk on, or
     // if not `wanted`.
