@@ -13,8 +13,8 @@ import raymoe.moe.product_launch as product_launch
 from raymoe.cuda.launch import Shape
 from raymoe.cuda.params import address_setter
 from raymoe.cuda.tensor_map import EncodedMap
+from raymoe.moe.kept_maps import KeptMaps
 from raymoe.moe.outer_products import SHARED_BYTES, THREADS, OuterParams, OuterProduct, clipped_map, fits
-from raymoe.moe.product_launch import kept_maps
 from raymoe.rows.pipe_tensors import ALIGNMENT
 from raymoe.rows.row_launch import RowsDevice, device_of
 
@@ -67,17 +67,16 @@ class PreparedOuter:
         self._set_addresses = address_setter(self._fields, OuterParams, _ADDRESSES)
         self._pointers = (ctypes.c_void_p * 1)(ctypes.addressof(self._fields))
         self._pointers_at = ctypes.addressof(self._pointers)
-        self._dy_maps: dict[int, bytes] = {}
-        self._x_maps: dict[int, bytes] = {}
-        """The map of rows, by their address. It does not depend on their number."""
+        # By the address of the rows alone: maps do not depend on their number.
+        self._dy_maps, self._x_maps = KeptMaps(device.gpu), KeptMaps(device.gpu)
 
     def __call__(self, product: OuterProduct) -> None:
         """Launch for a product of this kind, which has rows. Of its tensors only their alignment is checked."""
         dy, x, d_weight = product.dy.data_ptr(), product.x.data_ptr(), product.d_weight.data_ptr()
         if (dy | x | d_weight) % ALIGNMENT:
             product.check()
-        dy_map = kept_maps(self._dy_maps, dy, lambda: (clipped_map(product.dy),))
-        x_map = kept_maps(self._x_maps, x, lambda: (clipped_map(product.x),))
+        dy_map = self._dy_maps.of(dy, lambda: (clipped_map(product.dy),))
+        x_map = self._x_maps.of(x, lambda: (clipped_map(product.x),))
         addresses = product.offsets.data_ptr(), product.counts.data_ptr(), d_weight
         stream = self._device.current_stream(self._ordinal)
         with self._launch.lock:  # the driver copies the parameters before it returns

@@ -12,8 +12,8 @@ from collections.abc import Hashable
 from raymoe.cuda.launch import Shape
 from raymoe.cuda.params import address_setter
 from raymoe.cuda.tensor_map import EncodedMap
+from raymoe.moe.kept_maps import KeptMaps
 from raymoe.moe.product_fp8 import SCALES, ScaledProduct, ScaledProductParams
-from raymoe.moe.product_launch import kept_maps
 from raymoe.moe.products import THREADS, TOKEN_BOXES
 from raymoe.rows.pipe_tensors import ALIGNMENT
 from raymoe.rows.row_launch import RowsDevice, device_of
@@ -64,8 +64,7 @@ class PreparedScaledProduct:
         self._set_scales = address_setter(self._fields, ScaledProductParams, SCALES)
         self._pointers = (ctypes.c_void_p * 1)(ctypes.addressof(self._fields))
         self._pointers_at = ctypes.addressof(self._pointers)
-        self._weight_maps: dict[int, bytes] = {}
-        self._token_maps: dict[tuple[int, int], bytes] = {}
+        self._weight_maps, self._token_maps = KeptMaps(device.gpu), KeptMaps(device.gpu)
 
     def __call__(self, scaled: ScaledProduct) -> None:
         """Launch for a product of this kind, which has rows. Of its tensors only their alignment is checked."""
@@ -73,8 +72,8 @@ class PreparedScaledProduct:
         x, weight, y = product.x.data_ptr(), product.weight.data_ptr(), product.y.data_ptr()
         if (x | weight | y) % ALIGNMENT:
             scaled.check()
-        weights = kept_maps(self._weight_maps, weight, product.weight_maps)
-        tokens = kept_maps(self._token_maps, (x, len(product.x)), product.token_maps)
+        weights = self._weight_maps.of(weight, product.weight_maps)
+        tokens = self._token_maps.of((x, len(product.x)), product.token_maps)
         bias, row_weights = (
             0 if tensor is None else tensor.data_ptr() for tensor in (product.bias, product.row_weights)
         )

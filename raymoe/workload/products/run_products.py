@@ -1,7 +1,8 @@
 """Time the products of experts by every system, in turns, on the same tensors, and verify each against float64.
 
-In a step each system computes once, one after the other, so that all of them see the same clocks of the GPU. A sample
-is on a cold L2 cache, replayed from a CUDA graph on GPUs. Each rank works alone on its own tensors, and the slowest
+In a step each system computes once, one after the other, so that all of them see the same clocks of the GPU. Each step
+has another order: a product runs slower after one that made the GPU hot. A sample is on a cold L2 cache, replayed from
+a CUDA graph on GPUs. Each rank works alone on its own tensors, and the slowest
 rank's time counts.
 """
 
@@ -10,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from contextlib import closing
 from dataclasses import dataclass
+from random import Random
 from time import perf_counter_ns
 from typing import Protocol
 
@@ -66,6 +68,15 @@ def run_products(case: Case, world: World, progress: Callable[[Progress], None])
     return lines
 
 
+def order_of_step(index: int, systems: list[str]) -> list[str]:
+    """Return the order in which systems compute in a step, which is the same on all ranks.
+
+    >>> order_of_step(0, ["a", "b", "c"]), order_of_step(1, ["a", "b", "c"])
+    (['b', 'c', 'a'], ['a', 'c', 'b'])
+    """
+    return Random(index).sample(systems, len(systems))
+
+
 def _clock(world: World, case: Case) -> ProductClock:
     if world.device.type == "cpu":
         return CpuClock(world)
@@ -109,8 +120,9 @@ class _Turns:
         else:
             self._reasons[name] = first
 
-    def __call__(self, index: int, *, verify: bool) -> Step:  # noqa: ARG002  (all steps have the same tensors)
-        us = tuple(system.sample() for system in self._systems.values())
+    def __call__(self, index: int, *, verify: bool) -> Step:
+        times = {name: self._systems[name].sample() for name in order_of_step(index, list(self._systems))}
+        us = tuple(times[name] for name in self._systems)
         if not verify:
             return Step(us)
         for name, system in self._systems.items():

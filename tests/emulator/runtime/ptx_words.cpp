@@ -296,15 +296,6 @@ u32 atomic_add_32(u32* word, u32 value) {
     return emulator::exchange(word, [&](u32 before) { return before + value; });
 }
 
-void add_floats(u8* at, float a, float b, float c, float d) {
-    machine->yield();
-    emulator::checked(at, 16, 16, "adds floats to");
-    const float added[] = {a, b, c, d};
-    for (u32 i = 0; i < 4; ++i) {
-        emulator::exchange(reinterpret_cast<float*>(at) + i, [&](float before) { return before + added[i]; });
-    }
-}
-
 u64 atomic_compare_swap(u64* word, u64 expected, u64 value) {
     machine->yield();
     emulator::publish_known(self(), false);

@@ -66,7 +66,7 @@ INJECTED_BUGS = {
     "columns of x of the first piece": injected("tile.column + box * PIECE", "tile.column", case=WIDE),
     "a box of x is left out": injected("box < boxes", "box + 1 < boxes", case=WIDE),
     # wgmma.
-    "the sums are not zero at first": injected("sums[i] = 0.0f;"),
+    "the sums are not zero at first": injected("sums[i] = 0.0f;", "sums[i] = 1.0f;"),
     "results before the last product": injected("multiply_rows<N, 2, 0>", "multiply_rows<N, 2, 1>"),
     "16 rows too few": injected("multiply_rows<N, 2, 0>", "multiply_rows<N, 1, 0>"),
     "parts of another number of rows": injected("(tile.rows + 15) / 16 % 4", "tile.rows / 16 % 4"),
@@ -108,7 +108,7 @@ INJECTED_BUGS = {
         "(quarter * 4 + i) * 4 + half * 2", "(quarter * 4 + i) * 4 + (1 - half) * 2"
     ),
     "outputs after the last are added": injected("output + (odd ? 8 : 0) < p.outputs", "true", case=ADDS),
-    "columns after the last are added": injected("wanted && column < p.columns", "wanted", case=ADDS),
+    "columns after the last are added": injected("if (wanted && column < p.columns) {", "if (wanted) {", case=ADDS),
     "neighbours do not swap": injected("odd ? four[0] : four[2], 1", "odd ? four[2] : four[0], 1", case=ADDS),
     "neighbours swap other columns": injected("odd ? four[1] : four[3], 1", "odd ? four[3] : four[1], 1", case=ADDS),
     "results are added twice": injected("row += odd ? 8 * row_bytes : 0;", "", case=ADDS),

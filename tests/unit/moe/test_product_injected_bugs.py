@@ -67,7 +67,7 @@ INJECTED_BUGS = {
     "the second box of 64 rows is the first again": injected("row += 64, shared += 64", "shared += 64", case=BOXES),
     "barriers are not fenced": injected("ptx::fence_barrier_init();"),
     # wgmma.
-    "the sums are not zero at first": injected("sums[0][i] = sums[1][i] = 0.0f;"),
+    "the sums are not zero at first": injected("sums[0][i] = sums[1][i] = 0.0f;", "sums[0][i] = sums[1][i] = 1.0f;"),
     "results before the last product": injected(LAST_WAIT, LAST_WAIT.replace("<0>", "<1>")),
     "products are not committed": injected("ptx::wgmma_commit();"),
     "another stride between groups of rows": injected(
@@ -104,8 +104,8 @@ INJECTED_BUGS = {
     "a record is given back while threads of the warp read it": injected(
         "__syncwarp();  // all threads of the warp", "//", case=SHORT
     ),
-    "the counter does not wrap": injected("tiles + blocks - 1;", "tiles + blocks;"),
-    "a tile is taken twice": injected("next = blocks + ptx", "next = blocks - 1 + ptx", which=0),
+    "the counter does not wrap": injected("again, tiles - 1)", "again, tiles)"),
+    "a tile is left out": injected("next = ptx::blocks() + ptx", "next = ptx::blocks() + 1 + ptx"),
     "tiles of the first 32 experts are not counted": injected(
         "before + sum - own", "sum - own", case=ProductCase((1,) * 40, columns=16, outputs=16)
     ),

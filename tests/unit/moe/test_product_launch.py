@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from math import inf
 from threading import Thread
@@ -10,11 +12,12 @@ from typing import Any
 import pytest
 import torch
 
-from raymoe.cuda.tensor_map import TensorMap
+from raymoe.cuda.tensor_map import EncodedMap, TensorMap
 from raymoe.errors import ConfigError
 from raymoe.moe import (
     grouped_linear,
     grouped_swiglu,
+    kept_maps,
     outer_launch,
     product_gradients,
     product_launch,
@@ -126,7 +129,7 @@ def test_maps_are_encoded_once_for_an_address(driver: RowsDriver, monkeypatch: p
 
 
 def test_no_more_maps_are_kept_than_a_limit(driver: RowsDriver, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(product_launch, "MOST_MAPS", 2)
+    monkeypatch.setattr(kept_maps, "MOST_MAPS", 2)
     call = product()
     some = [call, *(replace(call, x=torch.zeros_like(call.x)) for _ in range(5))]
     for each in some * 2:
@@ -134,7 +137,29 @@ def test_no_more_maps_are_kept_than_a_limit(driver: RowsDriver, monkeypatch: pyt
         maps = b"".join(bytes(emulated_map(tensor).packed()) for tensor in each.token_maps())
         assert maps in launched.params
     (prepared,) = (found for kind in driver.device._kinds.values() for found in kind.launches.values())
-    assert len(prepared._token_maps) == 2
+    assert len(prepared._token_maps._kept) == 2
+
+
+def test_maps_are_encoded_in_the_context_of_the_gpu(driver: RowsDriver, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A thread of autograd has no current context, which the driver refuses."""
+    inside = []
+
+    @contextmanager
+    def current() -> Iterator[None]:
+        inside.append(True)
+        yield
+        inside.pop()
+
+    def encoded(tensor: TensorMap) -> EncodedMap:
+        assert inside, "no context is current"
+        return emulated_map(tensor)
+
+    monkeypatch.setattr(driver.gpu, "current", current)
+    monkeypatch.setattr(TensorMap, "encoded", encoded)
+    product_launch.launch(product())
+    rows, places = torch.zeros(100, 48, dtype=BF16), (torch.zeros(size, dtype=torch.int32) for size in (4, 3))
+    outer_launch.launch(OuterProduct(rows, torch.zeros(100, 72, dtype=BF16), *places, torch.zeros(3, 48, 72)))
+    assert len(driver.enqueued) == 2
 
 
 def test_streams_and_captures_have_counters_of_their_own(driver: RowsDriver) -> None:

@@ -68,14 +68,6 @@ __device__ __forceinline__ void prefetch_tensor_map(const EncodedMap& map) {
     asm volatile("prefetch.tensormap [%0];" ::"l"(&map) : "memory");
 }
 
-// ---- results --------------------------------------------------------------------------------------------------------
-
-// Adds four floats to those at a multiple of 16 bytes. Nothing waits for it. Denormal sums become zeros.
-__device__ __forceinline__ void add_floats(u8* at, float a, float b, float c, float d) {
-    asm volatile("red.relaxed.gpu.global.add.v4.f32 [%0], {%1, %2, %3, %4};" ::"l"(at), "f"(a), "f"(b), "f"(c), "f"(d)
-                 : "memory");
-}
-
 // ---- registers of a warpgroup --------------------------------------------------------------------------------------
 
 // All threads of a warpgroup call these. A kernel begins with equal registers for all threads; the warpgroups that give

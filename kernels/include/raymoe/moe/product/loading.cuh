@@ -51,15 +51,24 @@ struct Loader {
     const Memory memory;
     u32 turn = 0;  // of the stages
 
-    __device__ __forceinline__ void load(const ProductTile& tile, u64 weights_policy, u64 tokens_policy) {
+    // Loads a tile, and returns the number of the next one. It is taken near the end, so that blocks begin tiles in the
+    // order of their numbers: those that share weights then read them at about the same time, once from memory.
+    __device__ __forceinline__ u32 load(const ProductTile& tile, u64 weights_policy, u64 tokens_policy,
+                                        u32 last_increment) {
         const u32 rows = rounded_up(tile.stored, STEP), bytes = WEIGHT_BYTES + rows * ROW_BYTES;
-        for (u32 column = 0; column < p.columns; column += COLUMNS, ++turn) {
-            const u32 stage = turn % STAGES, barrier = memory.full(stage);
+        const u32 steps = (p.columns + COLUMNS - 1) / COLUMNS, taken_at = steps > 2 ? steps - 2 : 0;
+        u32 next = 0;
+        for (u32 step = 0; step < steps; ++step, ++turn) {
+            const u32 stage = turn % STAGES, barrier = memory.full(stage), column = step * COLUMNS;
             await(memory.empty(stage), (turn / STAGES + 1) & 1);
             ptx::barrier_expect(barrier, bytes);
             load_weights(tile, column, memory.weights(stage), barrier, weights_policy);
             load_tokens(tile.row, rows, column, memory.tokens(stage), barrier, tokens_policy);
+            if (step == taken_at) {
+                next = ptx::blocks() + ptx::atomic_increment_wrapping_relaxed(p.taken, last_increment);
+            }
         }
+        return next;
     }
 
     // Loads both halves of the weights. Transposed ones have a box for each 64 outputs, which are its pieces.
@@ -98,14 +107,10 @@ struct Loader {
 
 // Takes tiles until there are none, and loads them.
 __device__ __forceinline__ void load_tiles(const ProductParams& p, const Memory& memory) {
-    const u32 tiles = ptx::shared_load_4(memory.first_tile(p.experts)), blocks = ptx::blocks();
-    // Each block increments the counter once at its start and once for each tile that it takes.
-    const u32 last_increment = tiles + blocks - 1;
-    u32* counter = p.taken;
+    const u32 tiles = ptx::shared_load_4(memory.first_tile(p.experts));
     const u64 once = ptx::evict_first_policy(), again = ptx::evict_last_policy();
     Loader loader{p, memory};
-    u32 number = blockIdx.x, next = blocks + ptx::atomic_increment_wrapping_relaxed(counter, last_increment);
-    u32 expert = 0;
+    u32 number = blockIdx.x, expert = 0;
     for (u32 turn = 0;; ++turn) {
         const u32 record = turn % 2;
         ProductTile tile{0, 0, 0, 0, 0};
@@ -122,9 +127,8 @@ __device__ __forceinline__ void load_tiles(const ProductParams& p, const Memory&
             return;
         }
         const bool alone = ptx::load_4(p.expert_counts + tile.expert * 4ull) <= TOKENS;
-        number = next;
-        next = blocks + ptx::atomic_increment_wrapping_relaxed(counter, last_increment);
-        loader.load(tile, alone ? once : again, again);
+        // Blocks increment the counter once for each tile.
+        number = loader.load(tile, alone ? once : again, again, tiles - 1);
     }
 }
 

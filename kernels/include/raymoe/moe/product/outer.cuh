@@ -63,11 +63,24 @@ struct OuterMemory {
     __device__ __forceinline__ u32 tile(u32 record) const { return read(2) + record * 16; }
 };
 
+// Prefetches the floats that the results of a tile are added to. The loading thread calls this.
+__device__ __forceinline__ void prefetch_sums(const OuterParams& p, const OuterTile& tile) {
+    if constexpr (ADDS) {
+        const u32 outputs = min(TILE_OUTPUTS, p.outputs - tile.output);
+        const u64 first = static_cast<u64>(tile.expert) * p.outputs + tile.output;
+        const u8* at = p.d_weight + (first * p.columns + tile.column) * 4;
+        for (u32 output = 0; output < outputs && tile.rows != 0; ++output, at += p.columns * 4ull) {
+            ptx::prefetch_if(true, at, min(TILE_COLUMNS, p.columns - tile.column) * 4);
+        }
+    }
+}
+
 // Loads all stages of a tile. The loading thread calls this; `turn` counts the stages.
 __device__ __forceinline__ void load_tile(const OuterParams& p, const OuterMemory& memory, const OuterTile& tile,
                                           u64 policy, u32& turn) {
     const u32 end = ptx::load_4(p.expert_offsets + tile.expert * 4ull) + tile.rows;
     const u32 boxes = columns_of(p, tile) / PIECE, bytes = DY_BYTES + boxes * BOX_BYTES;
+    prefetch_sums(p, tile);
     for (u32 row = 0; row < tile.rows; row += ROWS, ++turn) {
         const u32 stage = turn % STAGES, barrier = memory.full(stage), clipped = CLIPPED - tile.rows + row;
         await(memory.empty(stage), (turn / STAGES + 1) & 1);

@@ -33,6 +33,15 @@ __device__ __forceinline__ void store_32_columns(u8* row, u32 column, u32 column
     }
 }
 
+constexpr u32 LOADS = 8;  // of 16 bytes that a thread has under way where it adds
+
+// Adds to two floats.
+__device__ __forceinline__ u64 added(u64 two, float first, float second) {
+    first += __uint_as_float(static_cast<u32>(two));
+    second += __uint_as_float(static_cast<u32>(two >> 32));
+    return __float_as_uint(first) | static_cast<u64>(__float_as_uint(second)) << 32;
+}
+
 // Stores the sums of a tile, as wgmma leaves them, or adds them.
 template <u32 N>
 __device__ __forceinline__ void store_results(const OuterParams& p, const OuterTile& tile, const float (&sums)[N / 2]) {
@@ -46,14 +55,24 @@ __device__ __forceinline__ void store_results(const OuterParams& p, const OuterT
         row += odd ? 8 * row_bytes : 0;
         const u32 first = tile.column + threadIdx.x % 4 / 2 * 4;
 #pragma unroll
-        for (u32 eight = 0; eight < N / 8; ++eight) {
-            const float* four = sums + eight * 4;
-            const float low = __shfl_xor_sync(0xFFFFFFFF, odd ? four[0] : four[2], 1);
-            const float high = __shfl_xor_sync(0xFFFFFFFF, odd ? four[1] : four[3], 1);
-            const u32 column = first + eight * 8;
-            if (wanted && column < p.columns) {
-                ptx::add_floats(row + column * 4ull, odd ? low : four[0], odd ? high : four[1], odd ? four[2] : low,
-                                odd ? four[3] : high);
+        for (u32 group = 0; group < N / 8; group += LOADS) {
+            ptx::Bytes16 before[LOADS];
+#pragma unroll
+            for (u32 i = 0; i < LOADS; ++i) {
+                const u32 column = first + (group + i) * 8;
+                before[i] = ptx::load_16_if(wanted && column < p.columns, row + column * 4ull, {0, 0});
+            }
+#pragma unroll
+            for (u32 i = 0; i < LOADS; ++i) {
+                const float* four = sums + (group + i) * 4;
+                const float low = __shfl_xor_sync(0xFFFFFFFF, odd ? four[0] : four[2], 1);
+                const float high = __shfl_xor_sync(0xFFFFFFFF, odd ? four[1] : four[3], 1);
+                const u32 column = first + (group + i) * 8;
+                if (wanted && column < p.columns) {
+                    ptx::store_16(row + column * 4ull,
+                                  {added(before[i].low, odd ? low : four[0], odd ? high : four[1]),
+                                   added(before[i].high, odd ? four[2] : low, odd ? four[3] : high)});
+                }
             }
         }
     } else {

@@ -34,9 +34,6 @@ inline void tensor_load_4d(u32 shared, const EncodedMap& map, u32 x, u32 y, u32 
 }
 inline void prefetch_tensor_map(const EncodedMap&) {}
 
-// ---- results --------------------------------------------------------------------------------------------------------
-void add_floats(u8* at, float a, float b, float c, float d);
-
 // ---- registers of a warpgroup ---------------------------------------------------------------------------------------
 void set_registers(u32 registers, bool taken);
 template <u32 REGISTERS>
