@@ -29,8 +29,8 @@
 //
 // Stages: STAGES of 64 columns each, for 256 rows of weights and MOST_TOKENS tokens.
 //   full    one arrival: the loading thread, with the bytes of the stage
-//   empty   an arrival of each multiplying warp, after the wgmma that read the stage: at once with GIVE_BACK_AT_ONCE,
-//           where memory bounds the product; else when the next stage's wgmma are under way
+//   empty   an arrival of each multiplying warp, after the wgmma that read the stage. The other warpgroup's wgmma are
+//           under way meanwhile
 // Tiles: the loading thread writes each tile to one of two records; the multiplying warps read it.
 //   told    one arrival: the loading thread, after it wrote the record
 //   read    an arrival of each multiplying warp, after it read the record
@@ -81,17 +81,8 @@ __device__ __forceinline__ void multiply_tile(const Params& p, const Memory& mem
             }
         }
         ptx::wgmma_commit();
-        if constexpr (GIVES_BACK_AT_ONCE) {
-            ptx::wgmma_wait<0>();
-            give_back(memory, turn);
-        } else if (step != 0) {
-            ptx::wgmma_wait<1>();
-            give_back(memory, turn - 1);
-        }
-    }
-    if constexpr (!GIVES_BACK_AT_ONCE) {
         ptx::wgmma_wait<0>();
-        give_back(memory, turn - 1);
+        give_back(memory, turn);
     }
     const Results results(p, tile);
 #pragma unroll

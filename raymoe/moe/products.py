@@ -7,7 +7,7 @@ has. docs/products.md says when that pays.
 from __future__ import annotations
 
 import ctypes
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from math import inf
 from typing import Annotated
 
@@ -39,8 +39,6 @@ class TileClass:
 
     tokens: int
     stages: int
-    at_once: bool = False
-    """Whether a stage is given back before the next one is multiplied, which pays where memory bounds the product."""
 
     @property
     def stage_bytes(self) -> int:
@@ -55,7 +53,8 @@ class TileClass:
         return self.stages * (self.stage_bytes + 16) + 2 * (16 + 32) + 4 * (experts + 1)
 
 
-FEW, SOME, MANY = TileClass(96, 5, at_once=True), TileClass(176, 4, at_once=True), TileClass(176, 4)
+TILES = TileClass(176, 4)
+"""The class that is the fastest from one row of an expert to thousands (docs/products.md)."""
 
 
 @dataclass(frozen=True)
@@ -115,7 +114,7 @@ class Product:
     bias: torch.Tensor | None = None
     row_weights: torch.Tensor | None = None
     zero_gaps: bool = False
-    tiles: TileClass = field(default=MANY)
+    tiles: TileClass = TILES
 
     @property
     def outputs(self) -> int:
@@ -149,7 +148,6 @@ class Product:
     def source(self) -> KernelSource:
         """Return the build for this product."""
         switches = {
-            "GIVE_BACK_AT_ONCE": self.tiles.at_once,
             "GATED_ROWS": self.gate is not None,
             "INTERLEAVED": self.gate is not None and self.gate.interleaved,
             "TRANSPOSED_WEIGHTS": self.transposed,

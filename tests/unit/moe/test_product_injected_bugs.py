@@ -19,9 +19,8 @@ GATED = ProductCase((17, 5), gate=Gate(), gate_up=True, zero_gaps=True)
 SHORT = ProductCase((17, 0, 40, 1), columns=64, outputs=272)
 """One step a tile, so that a block may be two tiles ahead."""
 BIASED = ProductCase((1, 1), columns=64, outputs=272, bias=True, weighted=True)
-BOXES = ProductCase((120, 40), columns=64, outputs=16, tiles=MANY)
+BOXES = ProductCase((120, 40), columns=64, outputs=16, tiles=TILES)
 ONE_TILE = ProductCase((5,), columns=64, outputs=16)
-AT_ONCE = ProductCase((17, 0, 40, 1), columns=200, outputs=144, tiles=TileClass(16, 2, at_once=True))
 _FOLDER = KERNELS / "include/raymoe/moe/product"
 _FILES = [
     KERNELS / "moe/product.cu",
@@ -42,20 +41,15 @@ def gated(old: str, new: str = "", which: int | None = None) -> tuple[ProductCas
     return injected(old, new, which, GATED)
 
 
-GIVEN_BACK = "give_back(memory, turn - 1);"
-LAST_WAIT = "if constexpr (!GIVES_BACK_AT_ONCE) {\n        ptx::wgmma_wait<0>();"
-WAIT_AT_ONCE = "if constexpr (GIVES_BACK_AT_ONCE) {\n            ptx::wgmma_wait<0>();"
 INJECTED_BUGS = {
     # The stages.
     "no wait for an empty stage": injected("await(memory.empty(stage), (turn / STAGES + 1) & 1);"),
     "a wait for the stage of the turn before": injected(
         "await(memory.empty(stage), (turn / STAGES + 1) & 1)", "await(memory.empty(stage), turn / STAGES & 1)"
     ),
-    "a stage is given back without a wait": injected("ptx::wgmma_wait<1>();"),
-    "the stage of this turn is given back": injected(GIVEN_BACK, GIVEN_BACK.replace("turn - 1", "turn"), which=0),
-    "the last stage is not given back": injected(GIVEN_BACK, which=1),
-    "a stage is given back at once without a wait": injected(WAIT_AT_ONCE, WAIT_AT_ONCE.split("\n")[0], case=AT_ONCE),
-    "a stage is not given back at once": injected("give_back(memory, turn);", case=AT_ONCE),
+    "a stage is given back without a wait": injected("ptx::wgmma_wait<0>();"),
+    "the stage of the next turn is given back": injected("give_back(memory, turn);", "give_back(memory, turn + 1);"),
+    "a stage is not given back": injected("give_back(memory, turn);"),
     "a stage is empty when one warpgroup has read it": injected(
         "ptx::barrier_init(memory.empty(stage), MULTIPLYING_WARPS);", "ptx::barrier_init(memory.empty(stage), 4);"
     ),

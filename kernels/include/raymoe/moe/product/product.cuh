@@ -9,11 +9,6 @@
 #ifndef PRODUCT_STAGES
 #define PRODUCT_STAGES 4
 #endif
-#ifdef GIVE_BACK_AT_ONCE
-#define AT_ONCE true
-#else
-#define AT_ONCE false
-#endif
 #ifdef GATED_ROWS
 #define GATED true
 #else
@@ -59,7 +54,6 @@
 namespace raymoe {
 
 constexpr u32 TOKENS = MOST_TOKENS, STAGES = PRODUCT_STAGES;
-constexpr bool GIVES_BACK_AT_ONCE = AT_ONCE;
 constexpr u32 HALF_ROWS = 128;  // rows of weights in each half of a tile
 constexpr u32 OUTPUTS = GATED ? HALF_ROWS : 2 * HALF_ROWS;
 constexpr u32 ROW_BYTES = 128, COLUMNS = ROW_BYTES / OPERAND_BYTES;  // of a stage
