@@ -42,8 +42,7 @@ class _Linear:
 
     @property
     def added(self) -> Added:
-        expected_rows = inf if self.expected_rows is None else self.expected_rows
-        return Added(self.bias, self.row_weights, expected_rows, main_grad=self.main_grad)
+        return Added(self.bias, self.row_weights, main_grad=self.main_grad)
 
 
 @dataclass(frozen=True)
@@ -65,7 +64,7 @@ def grouped_linear(
 
     - `bias`, [L, N], which is added to the rows of its expert;
     - `row_weights`, float32[C]: each row is multiplied by its weight, after the bias, and rounded once;
-    - `expected_rows`, the rows that an expert has on average. It chooses the kernel; a wrong guess costs time only;
+    - `expected_rows`, the rows that an expert has on average: a hint for kernels that would need one. None does today;
     - `main_grad`, float32[L, N, K]: a backward pass adds the weight's gradient to it, and the weight gets none. Several
       micro-batches add to one.
 

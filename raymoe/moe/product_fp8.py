@@ -32,7 +32,7 @@ class ScaledTiles(TileClass):
     """A build of product_fp8.cu. Its shared memory begins with scales."""
 
     def __post_init__(self) -> None:
-        if not 0 < self.tokens <= MOST_TOKENS or self.tokens % 8 or self.stages < LEAST_STAGES or self.at_once:
+        if not 0 < self.tokens <= MOST_TOKENS or self.tokens % 8 or self.stages < LEAST_STAGES:
             raise ConfigError(
                 f"{self}: product_fp8.cu has up to {MOST_TOKENS} tokens a tile, in steps of 8, and from {LEAST_STAGES} "
                 "stages on"
@@ -41,14 +41,15 @@ class ScaledTiles(TileClass):
     def shared_bytes(self, experts: int) -> int:
         """Strips with a float for each token: factors, maxima, factors of results. Then as in product.cu.
 
-        >>> MANY.shared_bytes(256), FEW.shared_bytes(256)
+        >>> TILES.shared_bytes(256), ScaledTiles(32, 6).shared_bytes(256)
         (212132, 225476)
         """
         strips = 2 * self.stages + MULTIPLYING_WARPS + 1
         return -(-strips * 4 * self.tokens // 1024) * 1024 + super().shared_bytes(experts)
 
 
-FEW, SOME, MANY = ScaledTiles(32, 6), ScaledTiles(64, 5), ScaledTiles(136, 4)
+TILES = ScaledTiles(136, 4)
+"""The class that is the fastest for any number of rows, and with all switches spills no registers."""
 
 
 @dataclass(frozen=True)

@@ -18,8 +18,7 @@ from raymoe.errors import ConfigError
 from raymoe.fp8 import FP8_BLOCK, dequantise, dequantise_weight
 from raymoe.moe.expert_kernels import ActivationForm
 from raymoe.moe.expert_rows import Groups, bias_of_rows, gated_activation, zero_gaps
-from raymoe.moe.product_choice import choose_fp8
-from raymoe.moe.product_fp8 import ScaledProduct, fits
+from raymoe.moe.product_fp8 import TILES, ScaledProduct, fits
 from raymoe.moe.product_operators import PLAIN, Added
 from raymoe.moe.products import Gate, Product
 from raymoe.moe.products import fits as fits_outputs
@@ -90,7 +89,7 @@ def _shown(operand: Tensor | Scaled) -> str:
 
 def multiply_scaled(operands: ScaledOperands, groups: Groups, added: Added) -> Tensor:
     """Multiply each expert's rows by its weights: bfloat16[C, N]. See `grouped_linear`."""
-    arguments = *_tensors("grouped_linear", operands, groups, added), added.expected_rows
+    arguments = _tensors("grouped_linear", operands, groups, added)
     y: Tensor = _multiply(*arguments) if _direct(arguments) else _ops.grouped_linear_fp8(*arguments)
     return y
 
@@ -103,7 +102,7 @@ def gate_scaled(
     It is bfloat16[C, F] and an empty tensor; with `quantise` float8_e4m3fn[C, F], and scales float32[C, ceil(F / 128)]
     whose columns are contiguous.
     """
-    numbers = form.interleaved, form.alpha, form.limit, form.up_plus, added.expected_rows, quantise
+    numbers = form.interleaved, form.alpha, form.limit, form.up_plus, quantise
     arguments = *_tensors("grouped_swiglu", operands, groups, added), *numbers
     results: tuple[Tensor, Tensor]
     results = _gate(*arguments) if _direct(arguments) else _ops.grouped_gated_fp8(*arguments)
@@ -134,9 +133,8 @@ _OPERANDS = "Tensor x, Tensor x_scales, Tensor weight, Tensor weight_scales"
 _OTHERS = "Tensor offsets, Tensor counts, Tensor? bias, Tensor? row_weights"
 _GATE = "bool interleaved, float alpha, float limit, float up_plus"
 _SCHEMAS = {
-    "grouped_linear_fp8": f"({_OPERANDS}, {_OTHERS}, float expected_rows) -> Tensor",
-    "grouped_gated_fp8": f"({_OPERANDS}, {_OTHERS}, {_GATE}, float expected_rows, bool quantise) "
-    "-> (Tensor y, Tensor scales)",
+    "grouped_linear_fp8": f"({_OPERANDS}, {_OTHERS}) -> Tensor",
+    "grouped_gated_fp8": f"({_OPERANDS}, {_OTHERS}, {_GATE}, bool quantise) -> (Tensor y, Tensor scales)",
 }
 define(_SCHEMAS)
 _ops: Any = torch.ops.raymoe
@@ -168,16 +166,12 @@ class _Call:
             )
         return False
 
-    def launch(self, gate: Gate | None, expected_rows: float, quantise: bool) -> tuple[Tensor, Tensor]:
+    def launch(self, gate: Gate | None, quantise: bool) -> tuple[Tensor, Tensor]:
         """Allocate the results and launch the kernel."""
-        given, (rows, _), (experts, products, columns) = (
-            self.operands,
-            self.operands.x.shape,
-            self.operands.weight.shape,
-        )
+        given, rows = self.operands, len(self.operands.x)
+        _, products, columns = given.weight.shape
         outputs = products if gate is None else products // 2
         _check_sizes(products, columns, gate)
-        tiles = choose_fp8(min(expected_rows, rows / max(1, experts)))
         x, places = as_dense(given.x), (self.groups.offsets, self.groups.counts)
         y, y_scales = x.new_empty(rows, outputs, dtype=Y_DTYPE), x.new_empty(0, dtype=torch.float32)
         if quantise:
@@ -193,7 +187,7 @@ class _Call:
             gate,
             bias=None if bias is None else as_dense(bias.to(Y_DTYPE)),
             row_weights=None if row_weights is None else as_dense(row_weights),
-            tiles=tiles,
+            tiles=TILES,
         )
         scales = given.x_scales, given.weight_scales.contiguous(), y_scales if quantise else None
         product_fp8_launch.launch(ScaledProduct(product, *scales))
@@ -225,10 +219,9 @@ def _check_sizes(products: int, columns: int, gate: Gate | None) -> None:
 
 
 def _multiply(*arguments: Any) -> Tensor:
-    *tensors, expected_rows = arguments
-    call = _Call.of(tuple(tensors))
+    call = _Call.of(arguments)
     if call.by_kernel:
-        return call.launch(None, expected_rows, quantise=False)[0]
+        return call.launch(None, quantise=False)[0]
     y = call.products()
     if call.bias is not None:
         y += bias_of_rows(y, call.bias.float(), call.groups.offsets, call.groups.counts)[0]
@@ -238,11 +231,11 @@ def _multiply(*arguments: Any) -> Tensor:
 
 
 def _gate(*arguments: Any) -> tuple[Tensor, Tensor]:
-    *tensors_and_form, expected_rows, quantise = arguments
+    *tensors_and_form, quantise = arguments
     call, form = _Call.of(tuple(tensors_and_form[:8])), ActivationForm(*tensors_and_form[8:])
     if call.by_kernel:
         gate = Gate(form.interleaved, form.alpha, form.limit, form.up_plus)
-        return call.launch(gate, expected_rows, quantise)
+        return call.launch(gate, quantise)
     bias = None if call.bias is None else call.bias.float()
     h = gated_activation(form, call.products(), bias, call.groups, call.row_weights)
     return quantised(h, column=True) if quantise else (h.to(Y_DTYPE), h.new_empty(0))

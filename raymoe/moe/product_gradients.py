@@ -7,7 +7,6 @@ in gaps.
 
 from __future__ import annotations
 
-from math import inf
 from typing import Any
 
 import torch
@@ -17,21 +16,18 @@ import raymoe.moe.outer_launch as outer_launch
 import raymoe.moe.product_launch as product_launch
 from raymoe.moe.expert_rows import Groups, zero_gaps
 from raymoe.moe.outer_products import OuterProduct
-from raymoe.moe.product_choice import choose
 from raymoe.moe.products import Product
 from raymoe.moe.torch_products import multiply_by_torch, outer_by_torch
 from raymoe.rows.operator_definitions import define
 from raymoe.rows.pipe_tensors import ALIGNMENT, as_dense
 
 
-def rows_gradient(
-    dy: Tensor, weight: Tensor, groups: Groups, expected_rows: float = inf, *, gaps_are_zero: bool = False
-) -> Tensor:
+def rows_gradient(dy: Tensor, weight: Tensor, groups: Groups, *, gaps_are_zero: bool = False) -> Tensor:
     """Multiply each expert's rows of dy[C, N] by its `weight[e]`, [N, K]: the gradient of a product's rows, [C, K].
 
     Gaps become zero up to a multiple of 16, or to the next expert. `gaps_are_zero`: those of dy are.
     """
-    dx: Tensor = _ops.product_rows_gradient(dy, weight, groups.offsets, groups.counts, expected_rows, gaps_are_zero)
+    dx: Tensor = _ops.product_rows_gradient(dy, weight, groups.offsets, groups.counts, gaps_are_zero)
     return dx
 
 
@@ -57,8 +53,7 @@ def add_weight_gradient(total: Tensor, dy: Tensor, x: Tensor, groups: Groups, *,
 
 _PLACES = "Tensor offsets, Tensor counts"
 _SCHEMAS = {
-    "product_rows_gradient": f"(Tensor dy, Tensor weight, {_PLACES}, float expected_rows, bool gaps_are_zero) "
-    "-> Tensor",
+    "product_rows_gradient": f"(Tensor dy, Tensor weight, {_PLACES}, bool gaps_are_zero) -> Tensor",
     "product_weight_gradient": f"(Tensor dy, Tensor x, {_PLACES}, bool gaps_are_zero) -> Tensor",
     "add_weight_gradient": f"(Tensor(a!) total, Tensor dy, Tensor x, {_PLACES}, bool gaps_are_zero) -> ()",
 }
@@ -67,16 +62,12 @@ _ops: Any = torch.ops.raymoe
 _DEVICES = ("cpu", "cuda")
 
 
-def _rows_gradient(
-    dy: Tensor, weight: Tensor, offsets: Tensor, counts: Tensor, expected_rows: float, gaps_are_zero: bool
-) -> Tensor:
+def _rows_gradient(dy: Tensor, weight: Tensor, offsets: Tensor, counts: Tensor, gaps_are_zero: bool) -> Tensor:
     transposed, groups = weight.transpose(1, 2), Groups(offsets, counts)
     if not product_launch.takes(dy, transposed, None):
         return multiply_by_torch(dy if gaps_are_zero else zero_gaps(dy, groups), transposed, groups)
-    tiles = choose(min(expected_rows, len(dy) / max(1, len(weight))), few_rows=False)
-    assert tiles is not None
     dx, places = dy.new_empty(len(dy), weight.shape[2]), _places(offsets, counts)
-    product_launch.launch(Product(as_dense(dy), transposed, *places, dx, zero_gaps=True, tiles=tiles))
+    product_launch.launch(Product(as_dense(dy), transposed, *places, dx, zero_gaps=True))
     return dx
 
 

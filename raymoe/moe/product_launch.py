@@ -16,8 +16,7 @@ from raymoe.cuda.launch import Shape
 from raymoe.cuda.params import address_setter
 from raymoe.cuda.tensor_map import EncodedMap
 from raymoe.moe.kept_maps import KeptMaps
-from raymoe.moe.product_choice import CHOICES
-from raymoe.moe.products import SHARED_BYTES, THREADS, TOKEN_BOXES, Gate, Product, ProductParams, fits, is_dense
+from raymoe.moe.products import SHARED_BYTES, THREADS, TILES, TOKEN_BOXES, Gate, Product, ProductParams, fits, is_dense
 from raymoe.rows.pipe_tensors import ALIGNMENT
 from raymoe.rows.row_launch import RowsDevice, device_of
 
@@ -39,7 +38,7 @@ def takes(x: torch.Tensor, weight: torch.Tensor, gate: Gate | None) -> bool:
         and fits(rows if gate is None else rows // 2, columns)
         and is_dense(weight, gate is not None)
         and weight.data_ptr() % ALIGNMENT == 0
-        and all(tiles is None or tiles.shared_bytes(experts) <= SHARED_BYTES for _, tiles in CHOICES)
+        and TILES.shared_bytes(experts) <= SHARED_BYTES
     )
 
 

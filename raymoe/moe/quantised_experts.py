@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from math import inf
 from typing import NamedTuple
 
 import torch
@@ -56,23 +55,19 @@ class QuantisedExperts(nn.Module):
         offsets: Tensor,
         counts: Tensor,
         weights: Tensor | None = None,
-        *,
-        expected_rows: float = inf,
     ) -> Tensor:
         """Map x[C, H] to rows[C, H]. Local expert i has `counts[i]` rows from `offsets[i]` on; others are unspecified.
 
         x is a pair of values and scales, as a dispatch gives them raw, or rows that are quantised here. The rows
-        between the products are quantised too, by the kernel of the first. `weights` and `expected_rows` are as in
-        `Experts`. The result has the dtype of x, bfloat16 for a pair.
+        between the products are quantised too, by the kernel of the first. `weights` are as in `Experts`. The
+        result has the dtype of x, bfloat16 for a pair.
         """
         values, scales = x if isinstance(x, tuple) else quantise(_without_gradient(x))
         groups = Groups(offsets, counts)
         up = ScaledOperands(values, scales, self.gate_up_proj, self.gate_up_proj_scale_inv)
-        h = gate_scaled(
-            up, groups, Added(self.gate_up_proj_bias, weights, expected_rows), self.activation.form, quantise=True
-        )
+        h = gate_scaled(up, groups, Added(self.gate_up_proj_bias, weights), self.activation.form, quantise=True)
         bias, down = self.down_proj_bias, ScaledOperands(*h, self.down_proj, self.down_proj_scale_inv)
-        y = multiply_scaled(down, groups, Added(bias if weights is None else None, None, expected_rows))
+        y = multiply_scaled(down, groups, Added(bias if weights is None else None))
         if bias is not None and weights is not None:
             y = add_expert_bias(y, bias, groups, weights)
         return y if isinstance(x, tuple) else y.to(x.dtype)

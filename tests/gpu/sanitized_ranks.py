@@ -189,9 +189,8 @@ def layer_kernels(_world: World) -> None:
     """Run the router's kernels, the products of experts and their gradients, and the kernels over rows of experts."""
     import torch
 
-    from raymoe.moe import product_launch
+    from raymoe.moe import grouped_linear, product_launch
     from raymoe.moe.expert_kernels import ActivationForm
-    from raymoe.moe.few_rows import multiply_few_rows
     from tests.gpu import test_expert_rows_gpu as expert_rows
     from tests.gpu import test_product_gradients_gpu as gradients
     from tests.gpu import test_router_gpu as router
@@ -202,7 +201,7 @@ def layer_kernels(_world: World) -> None:
     router.test_logits_and_their_gradients_are_those_of_float64(130, torch.bfloat16)
     counts, offsets = (torch.tensor(each, dtype=torch.int32, device="cuda") for each in ([0, 1, 16], [0, 0, 8, 24]))
     x, weight = (torch.randn(shape, device="cuda").bfloat16() for shape in ((24, 96), (3, 64, 96)))
-    y = multiply_few_rows(x, weight, offsets, counts, gated=False)
+    y = grouped_linear(x, weight, offsets, counts)
     for begin, count, its in zip(offsets.tolist(), counts.tolist(), weight, strict=False):
         wanted = x[begin : begin + count].double() @ its.double().T
         torch.testing.assert_close(y[begin : begin + count].double(), wanted, rtol=2**-7, atol=2**-5)

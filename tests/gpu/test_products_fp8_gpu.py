@@ -22,8 +22,7 @@ from raymoe.moe import (  # noqa: E402
 from raymoe.moe.expert_kernels import ActivationForm  # noqa: E402
 from raymoe.moe.expert_rows import Groups  # noqa: E402
 from raymoe.moe.experts import GPT_OSS, SWIGLU, Activation, Experts, ModelWeights  # noqa: E402
-from raymoe.moe.product_choice import FP8_CHOICES  # noqa: E402
-from raymoe.moe.product_fp8 import ScaledProduct, ScaledTiles  # noqa: E402
+from raymoe.moe.product_fp8 import TILES, ScaledProduct, ScaledTiles  # noqa: E402
 from raymoe.moe.product_fp8_operators import ScaledOperands, gate_scaled, multiply_scaled  # noqa: E402
 from raymoe.moe.product_operators import Added  # noqa: E402
 from raymoe.moe.products import Gate  # noqa: E402
@@ -41,7 +40,7 @@ pytestmark = [
 
 BF16, E4M3 = torch.bfloat16, torch.float8_e4m3fn
 FP8: Any = "float8_e4m3"
-CLASSES = [tiles for _, tiles in FP8_CHOICES] + [ScaledTiles(96, 4), ScaledTiles(144, 4)]
+CLASSES = [TILES, ScaledTiles(96, 4)]
 """Those that are chosen, the widest with products of both halves, and the widest of all."""
 BOUND = 2**-7
 ERROR = 4e-3

@@ -49,11 +49,9 @@ def test_every_system_has_a_line_and_ours_are_verified(ranks: GpuRanks, rows: in
             assert "no gradients" in line["skipped"], line
         elif (line["op"] == "dw") != (line["backend"] in DW) and line["backend"] not in BOTH:
             assert "gradients of weights" in line["skipped"], line
-        elif line["backend"] == "few_rows" and line["op"] == "dx":
-            assert "sizes that fit" in line["skipped"], line
         elif line["backend"] == "raymoe_fp8_quantised" and line["op"] != "up_swiglu":
             assert "only results of SwiGLU" in line["skipped"], line
-        elif line["backend"] in OWN and not (line["backend"] == "few_rows" and rows > 128):
+        elif line["backend"] in OWN:
             assert (line["verified"], line["graph"], line["l2"]) == (True, True, "cold"), line
             assert line["us_p50"] > 0 and line["bytes_weights"] > 0
         elif line["backend"] in ("grouped_mm", "grouped_mm_added", "dense"):

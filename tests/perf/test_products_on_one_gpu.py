@@ -53,7 +53,6 @@ BARS = (
     Bar("equal", 512, "grouped_mm", 0.98),
     Bar("equal", 1024, "grouped_mm", 0.98),
     Bar("hot", 1024, "grouped_mm", 1 / 1.1),
-    Bar("equal", 8, "few_rows", 1 / 1.02),
     Bar("uniform", 256, "grouped_mm", 1.3, ("dw",)),
     Bar("uniform", 1024, "grouped_mm", 1.1, ("dw",)),
     Bar("uniform", 256, "grouped_mm", 1.3, ("dx",)),

@@ -14,10 +14,9 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from raymoe.moe import few_rows, product_launch
+from raymoe.moe import product_launch
 from raymoe.moe.expert_rows import Groups
 from raymoe.moe.grouped import grouped_linear, grouped_swiglu
-from raymoe.moe.product_choice import CHOICES
 from raymoe.moe.product_gradients import rows_gradient
 from raymoe.moe.products import Gate, Product, TileClass
 from raymoe.rows.activation import swiglu
@@ -39,21 +38,9 @@ def _raymoe(task: Task) -> Prepared:
     function: Any = grouped_swiglu if task.gated else grouped_linear
     given = task.x, task.weight, task.offsets, task.counts
     if task.op == "dx":
-        weight, groups, mean = task.weight.transpose(1, 2), Groups(task.offsets, task.counts), task.sizes.mean
-        return by_places(task, lambda: rows_gradient(task.x, weight, groups, mean))
-    return by_places(task, lambda: function(*given, expected_rows=task.sizes.mean))
-
-
-def _few_rows(task: Task) -> Prepared:
-    if not few_rows.takes(task.x, task.weight, task.gated):
-        raise Unavailable("few_rows.cu needs a GPU of compute capability 9.0 or newer, bfloat16, and sizes that fit")
-    if task.sizes.mean > MOST_FEW_ROWS:
-        raise Unavailable(f"few_rows.cu is measured up to {MOST_FEW_ROWS} rows of an expert on average")
-    given = task.x, task.weight, task.offsets, task.counts
-    return by_places(task, lambda: few_rows.multiply_few_rows(*given, gated=task.gated))
-
-
-MOST_FEW_ROWS = 128
+        weight, groups = task.weight.transpose(1, 2), Groups(task.offsets, task.counts)
+        return by_places(task, lambda: rows_gradient(task.x, weight, groups))
+    return by_places(task, lambda: function(*given))
 
 
 def _class(tiles: TileClass, task: Task) -> Prepared:
@@ -70,9 +57,8 @@ def _class(tiles: TileClass, task: Task) -> Prepared:
     return by_places(task, compute)
 
 
-def name_of(tiles: TileClass) -> str:
-    """Name the system that computes by one class of product.cu."""
-    return f"product_{tiles.tokens}" + ("_at_once" if tiles.at_once else "")
+OTHER_CLASSES = (TileClass(96, 5), TileClass(128, 4))
+"""Smaller tiles of product.cu than those that every product takes."""
 
 
 # torch.
@@ -175,12 +161,11 @@ def _copy(task: Task) -> Prepared:
 # All of them.
 
 OURS, COPY = "raymoe", "copy"
-CLASSES = {name_of(tiles): partial(_class, tiles) for _, tiles in CHOICES if tiles is not None}
-OWN = (OURS, "few_rows", *CLASSES, "added", *OURS_FP8, COPY)
+CLASSES = {f"product_{tiles.tokens}": partial(_class, tiles) for tiles in OTHER_CLASSES}
+OWN = (OURS, *CLASSES, "added", *OURS_FP8, COPY)
 """The systems that must work: what they do wrong ends the run."""
 _BY_ROWS: dict[str, Callable[[Task], Prepared]] = {
     OURS: _raymoe,
-    "few_rows": _few_rows,
     **CLASSES,
     "grouped_mm": _grouped_mm,
     "dense": _dense,

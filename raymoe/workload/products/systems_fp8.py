@@ -18,7 +18,6 @@ import raymoe.moe.product_fp8_launch as product_fp8_launch
 import raymoe.moe.product_launch as product_launch
 from raymoe.fp8 import FP8_BLOCK, dequantise
 from raymoe.moe.expert_rows import Groups
-from raymoe.moe.product_choice import FP8_CHOICES
 from raymoe.moe.product_fp8 import ScaledProduct, ScaledTiles, fits
 from raymoe.moe.product_fp8_operators import ScaledOperands, gate_scaled, multiply_scaled
 from raymoe.moe.product_operators import Added
@@ -27,8 +26,8 @@ from raymoe.moe.products import fits as fits_outputs
 from raymoe.workload.products.prepared import Compute, Prepared, Unavailable
 from raymoe.workload.products.tasks import FORWARD, Task, error_between, padded_places
 
-WIDEST = ScaledTiles(144, 4)
-"""A class that no product takes so far. With all switches it spills registers; these products have few."""
+OTHER_CLASSES = (ScaledTiles(64, 5), ScaledTiles(144, 4))
+"""Classes that no product takes. The second spills registers with all switches; these products have few."""
 
 
 def _operands(task: Task) -> ScaledOperands:
@@ -60,7 +59,7 @@ def _nbytes(task: Task, row_bytes: int) -> int:
 def _raymoe(task: Task) -> Prepared:
     operands, groups = _operands(task), Groups(task.offsets, task.counts)
     _check(task, kernel=False)
-    added = Added(None, None, task.sizes.mean)
+    added = Added()
     if task.gated:
         return _prepared(task, lambda: gate_scaled(operands, groups, added)[0])
     return _prepared(task, lambda: multiply_scaled(operands, groups, added))
@@ -72,7 +71,7 @@ def _quantised(task: Task) -> Prepared:
     if not task.gated:
         raise Unavailable("only results of SwiGLU become 8-bit floats")
     _check(task, kernel=False)
-    added, scales = Added(None, None, task.sizes.mean), [task.x.new_empty(0)]
+    added, scales = Added(), [task.x.new_empty(0)]
 
     def compute() -> Tensor:
         values, scales[0] = gate_scaled(operands, groups, added, quantise=True)
@@ -161,7 +160,7 @@ def _deep_gemm_contiguous(task: Task, operands: ScaledOperands, deep_gemm: Any) 
     return _prepared(task, compute, places)
 
 
-CLASSES = {f"fp8_{tiles.tokens}": tiles for tiles in (*(tiles for _, tiles in FP8_CHOICES), WIDEST)}
+CLASSES = {f"fp8_{tiles.tokens}": tiles for tiles in OTHER_CLASSES}
 OURS_FP8 = ("raymoe_fp8", "raymoe_fp8_quantised", *CLASSES)
 _BY_NAME: dict[str, Callable[[Task], Prepared]] = {
     "raymoe_fp8": _raymoe,

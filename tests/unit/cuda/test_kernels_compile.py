@@ -48,7 +48,6 @@ from raymoe.exchange.peer.dispatch import (
 )
 from raymoe.exchange.peer.ll import combine_ll_source, dispatch_ll_source
 from raymoe.exchange.slot_kernel import MARK_DISPATCH, TAKE_SLOTS
-from raymoe.moe.few_rows import source_of as few_rows_source
 from raymoe.packaged import packaged_folder
 from raymoe.transport.copy_kernel import COPY, MOST_TRANSFERS, CopyParams, Transfer
 from raymoe.workload.compare.row_push import ROW_PUSH
@@ -73,9 +72,8 @@ BEFORE_HOPPER = (
 )
 """Kernels of the backends that GPUs before Hopper have."""
 PIPE = pipe_sources()
-FEW_ROWS = tuple(few_rows_source(gated) for gated in (False, True))
 PRODUCTS = (*product_sources(), *outer_sources(), *product_fp8_sources())
-ON_ROWS = (*PIPE, *router_sources(), *FEW_ROWS, *expert_rows_sources(), *PRODUCTS)
+ON_ROWS = (*PIPE, *router_sources(), *expert_rows_sources(), *PRODUCTS)
 """Kernels that read no memory of peers."""
 MANY_ON_ROWS = [source for index, source in enumerate(ON_ROWS) if index % 4]
 """Three of four, which are compiled for one architecture only: they are many, and take long."""

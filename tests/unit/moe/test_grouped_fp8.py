@@ -92,9 +92,9 @@ def test_operators_have_fakes_and_compile() -> None:
     weights[~case.own()] = 0
     x = quantise(case.drawn(case.capacity, 64, seed=1))
     fakes: Any = {"test_utils": "test_faketensor"}  # the others multiply 8-bit floats to compare them
-    torch.library.opcheck(ops.grouped_linear_fp8, (*x, *weight, *places, None, weights, 9.0), **fakes)
+    torch.library.opcheck(ops.grouped_linear_fp8, (*x, *weight, *places, None, weights), **fakes)
     for quantised in (False, True):
-        form = (False, 1.0, torch.inf, 0.0, 9.0, quantised)
+        form = (False, 1.0, torch.inf, 0.0, quantised)
         torch.library.opcheck(ops.grouped_gated_fp8, (*x, *weight, *places, None, None, *form), **fakes)
 
     def both(x: Any, weight: Any) -> Any:
@@ -114,9 +114,9 @@ def test_tensors_without_values_give_results_without_values() -> None:
     offsets, counts = places
     with torch._subclasses.FakeTensorMode(allow_non_fake_inputs=True):
         h, scales = torch.ops.raymoe.grouped_gated_fp8(
-            *x, *weight, offsets, counts, None, None, False, 1.0, torch.inf, 0.0, 9.0, True
+            *x, *weight, offsets, counts, None, None, False, 1.0, torch.inf, 0.0, True
         )
-        y = torch.ops.raymoe.grouped_linear_fp8(*x, *weight, offsets, counts, None, None, 9.0)
+        y = torch.ops.raymoe.grouped_linear_fp8(*x, *weight, offsets, counts, None, None)
     assert (h.shape, h.dtype, scales.shape, scales.stride()) == ((50, 128), E4M3, (50, 1), (1, 52))
     assert (y.shape, y.dtype) == ((50, 256), BF16)
 
@@ -258,7 +258,7 @@ def test_quantised_experts_are_near_those_that_they_come_from(
     x, weights = case.rows(64, 5), case.row_weights(6) if weighted else None
     with torch.no_grad():
         y = made(x, groups.offsets, groups.counts, weights)
-        pair = made(quantise(x), groups.offsets, groups.counts, weights, expected_rows=9.0)
+        pair = made(quantise(x), groups.offsets, groups.counts, weights)
     assert torch.equal(y[own], pair[own]) and y.dtype == pair.dtype == BF16
     h = Exact(groups).gated(x, experts.gate_up_proj, activation.form, experts.gate_up_proj_bias)
     want = Exact(groups).linear(h, experts.down_proj, experts.down_proj_bias, weights)

@@ -8,7 +8,7 @@ from math import nan
 import pytest
 import torch
 
-from raymoe.moe.products import FEW, MANY, Gate, TileClass
+from raymoe.moe.products import TILES, Gate, TileClass
 from tests.emulator.build import compiler
 from tests.unit.moe.emulated_product import SMALL, ProductCase, drawn_case, judge, run_product
 
@@ -49,7 +49,7 @@ def test_each_expert_multiplies_its_own_rows(case: ProductCase) -> None:
 
 
 @pytest.mark.parametrize("case", [ProductCase(), ProductCase(gate=SWIGLU), ProductCase(transposed=True)], ids=str)
-@pytest.mark.parametrize(("tiles", "counts"), [(FEW, (64, 100, 56, 8)), (MANY, (176, 200, 120, 72, 40))])
+@pytest.mark.parametrize(("tiles", "counts"), [(TileClass(96, 5), (64, 100, 56, 8)), (TILES, (176, 200, 120, 72, 40))])
 def test_the_classes_of_layers(tiles: TileClass, counts: tuple[int, ...], case: ProductCase) -> None:
     """Their tokens come by boxes of all four sizes."""
     check(replace(case, counts=counts, columns=136, tiles=tiles))

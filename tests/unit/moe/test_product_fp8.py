@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from raymoe.errors import ConfigError
-from raymoe.moe.product_fp8 import FEW, MANY, ScaledTiles
+from raymoe.moe.product_fp8 import TILES, ScaledTiles
 from raymoe.moe.products import Gate
 from tests.emulator.build import compiler
 from tests.unit.moe.emulated_product_fp8 import ScaledCase, drawn_case, judge, run_scaled
@@ -48,7 +48,7 @@ def test_each_expert_multiplies_its_own_rows(case: ScaledCase) -> None:
 
 
 @pytest.mark.parametrize("quantised", [False, True])
-@pytest.mark.parametrize(("tiles", "counts"), [(FEW, (32, 40, 5)), (MANY, (136, 200, 120, 7))])
+@pytest.mark.parametrize(("tiles", "counts"), [(ScaledTiles(32, 6), (32, 40, 5)), (TILES, (136, 200, 120, 7))])
 def test_the_classes_of_layers(tiles: ScaledTiles, counts: tuple[int, ...], quantised: bool) -> None:
     """Their tokens come by boxes of all four sizes, and both ways of promotion are taken."""
     gate = SWIGLU if quantised else None

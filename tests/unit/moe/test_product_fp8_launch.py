@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from math import inf
 from threading import Thread
 from typing import Any
 
@@ -15,8 +14,7 @@ from raymoe.errors import ConfigError
 from raymoe.fp8 import quantise
 from raymoe.moe import grouped_linear, grouped_swiglu, product_fp8_launch, product_launch, quantise_experts
 from raymoe.moe.experts import GPT_OSS, SWIGLU, Experts, ModelWeights
-from raymoe.moe.product_choice import FP8_CHOICES
-from raymoe.moe.product_fp8 import FEW, MANY, SOME, ScaledProduct, ScaledTiles
+from raymoe.moe.product_fp8 import TILES, ScaledProduct, ScaledTiles
 from raymoe.moe.products import SHARED_BYTES, THREADS, Gate
 from tests.emulator.build import compiler
 from tests.emulator.tensor_map import emulated_map
@@ -44,10 +42,10 @@ def params_of(call: ScaledProduct, taken: int) -> bytes:
     return bytes(call.params((first, second, tokens), taken).packed())
 
 
-PLAIN = ScaledCase((17, 0, 40), tiles=MANY)
+PLAIN = ScaledCase((17, 0, 40), tiles=TILES)
 FORMS = [
     PLAIN,
-    replace(PLAIN, tiles=FEW, by_row=True),
+    replace(PLAIN, tiles=ScaledTiles(32, 6), by_row=True),
     replace(PLAIN, gate=Gate(), outputs=128),
     replace(PLAIN, gate=Gate(True, 1.702, 7.0, 1.0), outputs=64, quantised=True, bias=True, weighted=True),
 ]
@@ -99,7 +97,7 @@ def test_captures_rows_and_alignment_are_as_for_other_products(driver: RowsDrive
         product_fp8_launch.launch(replace(call, product=replace(call.product, x=shifted)))
     driver.capturing = True
     with pytest.raises(ConfigError, match="first call of product_fp8 with these shapes is inside a CUDA graph"):
-        product_fp8_launch.launch(replace(PLAIN, tiles=SOME).product())
+        product_fp8_launch.launch(replace(PLAIN, tiles=ScaledTiles(64, 5)).product())
 
 
 def test_threads_do_not_mix_their_parameters(driver: RowsDriver) -> None:
@@ -138,17 +136,13 @@ def given(rows: int = 4000, products: int = 256, columns: int = 64) -> list[Any]
     return [quantise(torch.ones(rows, columns)), weight, *places]
 
 
-def test_expected_rows_choose_the_class(launched: list[ScaledProduct]) -> None:
-    for expected in (1, 24, 25, 48, 49, 5000, None):
-        grouped_linear(*given(), expected_rows=expected)
-        grouped_swiglu(*given(), expected_rows=expected)
-    assert [each.product.tiles for each in launched[::2]] == [FEW, FEW, SOME, SOME, MANY, MANY, MANY]
-    assert [each.product.gate for each in launched] == [None, Gate()] * 7
-    launched.clear()
-    grouped_linear(*given(rows=48))
-    (call,) = launched
-    assert call.product.tiles is FEW, "the memory for the rows bounds the expected ones"
-    assert call.product.offsets.dtype == call.product.counts.dtype == torch.int32
+def test_all_rows_take_one_class(launched: list[ScaledProduct]) -> None:
+    for rows in (32, 4000):
+        grouped_linear(*given(rows))
+        grouped_swiglu(*given(rows))
+    assert [each.product.tiles for each in launched] == [TILES] * 4
+    assert [each.product.gate for each in launched] == [None, Gate()] * 2
+    assert all(each.product.offsets.dtype == each.product.counts.dtype == torch.int32 for each in launched)
 
 
 def test_a_pair_needs_no_copy_of_its_scales(launched: list[ScaledProduct]) -> None:
@@ -174,10 +168,8 @@ def test_sizes_that_the_kernel_does_not_take_are_refused(launched: list[ScaledPr
     assert len(launched) == 1
 
 
-def test_the_choices_are_in_order_and_fit_in_shared_memory() -> None:
-    most = [rows for rows, _ in FP8_CHOICES]
-    assert most == sorted(set(most)) and most[-1] == inf
-    assert all(tiles.shared_bytes(512) <= SHARED_BYTES for _, tiles in FP8_CHOICES)
+def test_512_experts_fit_in_shared_memory() -> None:
+    assert TILES.shared_bytes(512) <= SHARED_BYTES
 
 
 @pytest.mark.skipif(compiler() is None, reason="needs a C++ compiler, which compiles kernels for a CPU")
@@ -187,7 +179,7 @@ def test_quantised_experts_by_the_emulated_kernel_equal_float64(
 ) -> None:
     """Both products, with 8-bit rows between them, against float64 of the same 8-bit weights."""
     monkeypatch.setattr(product_launch, "has_kernel", lambda _: True)
-    monkeypatch.setattr("raymoe.moe.product_fp8_operators.choose_fp8", lambda _: ScaledTiles(16, 3))
+    monkeypatch.setattr("raymoe.moe.product_fp8_operators.TILES", ScaledTiles(16, 3))
     monkeypatch.setattr(product_fp8_launch, "launch", run_scaled)
     case = RowsCase((5, 0, 17))
     weights = ModelWeights(case.drawn(3, 144, 48, seed=1, scale=0.2), case.drawn(3, 48, 72, seed=2, scale=0.2))

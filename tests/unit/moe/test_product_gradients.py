@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from math import inf
 from typing import Any
 
 import pytest
@@ -11,12 +10,12 @@ import torch
 
 from raymoe.cuda.tensor_map import TensorMap
 from raymoe.errors import ConfigError
-from raymoe.moe import grouped_linear, grouped_swiglu, outer_launch, product_gradients, product_launch
+from raymoe.moe import grouped_linear, grouped_swiglu, outer_launch, product_launch
 from raymoe.moe import product_operators as operators
 from raymoe.moe.expert_kernels import ActivationForm
 from raymoe.moe.outer_products import SHARED_BYTES, THREADS, OuterProduct
 from raymoe.moe.product_gradients import add_weight_gradient, rows_gradient, weight_gradient
-from raymoe.moe.products import FEW, MANY, SOME, Product
+from raymoe.moe.products import Product
 from tests.emulator.build import compiler
 from tests.emulator.tensor_map import emulated_map
 from tests.unit.moe.emulated_outer import run_outer
@@ -120,12 +119,10 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> list[Product | OuterProduct]:
 def test_the_gradient_of_rows_reads_the_weights_as_they_are(calls: list[Product]) -> None:
     case = RowsCase((300, 2))
     weight, dy = case.drawn(2, 64, 48, seed=1), case.rows(64, 2)
-    for expected_rows in (1, 100, inf):
-        assert rows_gradient(dy, weight, case.groups, expected_rows).shape == (case.capacity, 48)
-    assert [call.tiles for call in calls] == [FEW, SOME, MANY]
-    for call in calls:
-        assert call.zero_gaps and call.transposed and call.gate is None
-        assert call.weight.data_ptr() == weight.data_ptr() and call.x is dy
+    assert rows_gradient(dy, weight, case.groups).shape == (case.capacity, 48)
+    (call,) = calls
+    assert call.zero_gaps and call.transposed and call.gate is None
+    assert call.weight.data_ptr() == weight.data_ptr() and call.x is dy
 
 
 def test_the_gradient_of_transposed_weights_reads_them_as_they_are(calls: list[Product]) -> None:
@@ -183,7 +180,7 @@ def test_operators_pass_opcheck() -> None:
     ops, case = torch.ops.raymoe, RowsCase(COUNTS, dtype=F32)
     places = case.groups.offsets, case.groups.counts
     dy, x, weight = case.rows(6, 1), case.rows(8, 2), case.drawn(5, 6, 8, seed=3)
-    torch.library.opcheck(ops.product_rows_gradient, (dy, weight, *places, 9.0, False))
+    torch.library.opcheck(ops.product_rows_gradient, (dy, weight, *places, False))
     torch.library.opcheck(ops.product_weight_gradient, (dy, x, *places, False))
     torch.library.opcheck(ops.add_weight_gradient, (torch.zeros(5, 6, 8), dy, x, *places, False))
 
@@ -251,7 +248,7 @@ def test_gradients_by_the_emulated_kernels_with_nan_in_gaps(
         for tensor in (call.y, call.gate_up):
             if tensor is not None:
                 tensor.fill_(torch.nan)
-        run_product(call)
+        run_product(replace(call, tiles=SMALL))
 
     def emulate_outer(call: OuterProduct) -> None:
         if not call.adds:
@@ -261,8 +258,6 @@ def test_gradients_by_the_emulated_kernels_with_nan_in_gaps(
     monkeypatch.setattr(product_launch, "has_kernel", lambda _: True)
     monkeypatch.setattr(product_launch, "launch", emulate)
     monkeypatch.setattr(outer_launch, "launch", emulate_outer)
-    for module in (operators, product_gradients):
-        monkeypatch.setattr(module, "choose", lambda *_, **__: SMALL)
     if not weighted:
         monkeypatch.setattr(operators, "zero_gaps", None)
     case = RowsCase((5, 0, 17), alignment=4)

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from raymoe.moe.products import MANY, Gate, TileClass
+from raymoe.moe.products import TILES, Gate
 from tests.emulator.build import KERNELS, Change, compiler
 from tests.emulator.machine import EmulatorError
 from tests.unit.moe.emulated_product import ProductCase, judge, run_product
@@ -20,6 +20,7 @@ SHORT = ProductCase((17, 0, 40, 1), columns=64, outputs=272)
 """One step a tile, so that a block may be two tiles ahead."""
 BIASED = ProductCase((1, 1), columns=64, outputs=272, bias=True, weighted=True)
 BOXES = ProductCase((120, 40), columns=64, outputs=16, tiles=TILES)
+LONG_ROWS = ProductCase((17, 0, 40, 1), columns=520, outputs=144)
 ONE_TILE = ProductCase((5,), columns=64, outputs=16)
 _FOLDER = KERNELS / "include/raymoe/moe/product"
 _FILES = [
@@ -48,7 +49,9 @@ INJECTED_BUGS = {
         "await(memory.empty(stage), (turn / STAGES + 1) & 1)", "await(memory.empty(stage), turn / STAGES & 1)"
     ),
     "a stage is given back without a wait": injected("ptx::wgmma_wait<0>();"),
-    "the stage of the next turn is given back": injected("give_back(memory, turn);", "give_back(memory, turn + 1);"),
+    "the stage of the next turn is given back": injected(
+        "give_back(memory, turn);", "give_back(memory, turn + 1);", case=LONG_ROWS
+    ),
     "a stage is not given back": injected("give_back(memory, turn);"),
     "a stage is empty when one warpgroup has read it": injected(
         "ptx::barrier_init(memory.empty(stage), MULTIPLYING_WARPS);", "ptx::barrier_init(memory.empty(stage), 4);"
@@ -62,7 +65,7 @@ INJECTED_BUGS = {
     "barriers are not fenced": injected("ptx::fence_barrier_init();"),
     # wgmma.
     "the sums are not zero at first": injected("sums[0][i] = sums[1][i] = 0.0f;", "sums[0][i] = sums[1][i] = 1.0f;"),
-    "results before the last product": injected(LAST_WAIT, LAST_WAIT.replace("<0>", "<1>")),
+    "results before the last product": injected("ptx::wgmma_wait<0>();", "ptx::wgmma_wait<1>();"),
     "products are not committed": injected("ptx::wgmma_commit();"),
     "another stride between groups of rows": injected(
         "static_cast<u64>(1024 / 16) << 32", "static_cast<u64>(512 / 16) << 32"
@@ -124,7 +127,7 @@ BY_ERROR = {
         "await(memory.full(stage), turn / STAGES & 1);"
     ),
     "bulk loads into 16384 bytes of shared memory at .*, which a wgmma of warp .* reads": injected(
-        "ptx::wgmma_wait<1>();", "ptx::wgmma_wait<2>();"
+        "ptx::wgmma_wait<0>();", "ptx::wgmma_wait<1>();", case=LONG_ROWS
     ),
     "multiplies 16 bytes of shared memory at .*, which nothing has written": injected(
         "tile, rounded_up(tile.stored, STEP), stage_turn", "tile, TOKENS, stage_turn"
@@ -133,7 +136,7 @@ BY_ERROR = {
     "it has written sums while wgmma adds to them": injected(
         "ptx::wgmma_commit();", "ptx::wgmma_commit(); sums[1][0] += 1.0f;"
     ),
-    "its block ends with a wgmma that no wait covers": injected(LAST_WAIT, LAST_WAIT.split("\n")[0], case=ONE_TILE),
+    "its block ends with a wgmma that no wait covers": injected("ptx::wgmma_wait<0>();", case=ONE_TILE),
     "begins at .* of shared memory, no multiple of 1024": injected(
         "return weights(stage) + WEIGHT_BYTES;", "return weights(stage) + WEIGHT_BYTES + 128;"
     ),
