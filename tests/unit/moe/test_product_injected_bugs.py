@@ -49,9 +49,6 @@ INJECTED_BUGS = {
         "await(memory.empty(stage), (turn / STAGES + 1) & 1)", "await(memory.empty(stage), turn / STAGES & 1)"
     ),
     "a stage is given back without a wait": injected("ptx::wgmma_wait<0>();"),
-    "the stage of the next turn is given back": injected(
-        "give_back(memory, turn);", "give_back(memory, turn + 1);", case=LONG_ROWS
-    ),
     "a stage is not given back": injected("give_back(memory, turn);"),
     "a stage is empty when one warpgroup has read it": injected(
         "ptx::barrier_init(memory.empty(stage), MULTIPLYING_WARPS);", "ptx::barrier_init(memory.empty(stage), 4);"
