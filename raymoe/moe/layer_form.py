@@ -102,7 +102,9 @@ class Norm(nn.Module):
         self.weight, self.eps = nn.Parameter(weight), eps
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return rms_norm(x, self.weight, self.eps, batch_invariant=self.by_row)
+        if not self.by_row:  # a call without options checks none
+            return rms_norm(x, self.weight, self.eps)
+        return rms_norm(x, self.weight, self.eps, batch_invariant=True)
 
 
 def empty_parts(spec: ExchangeSpec, form: LayerForm, count: int, device: torch.device) -> Parts:
