@@ -3,7 +3,8 @@
 - The capture mode is `thread_local`: Ray's other threads call CUDA too. They must not break a capture, and a capture
   must not break them.
 - Plans, memory and kernels are made before. A call that allocates, loads or synchronises inside a capture is an error.
-- No garbage is collected inside: torch ends the process if an old capture's memory pool is freed in a new capture.
+- No garbage is collected from the beginning of a capture to its end. Its destructors may call CUDA, which invalidates
+  the capture, and torch ends the process if an old capture's memory pool is freed in a new capture.
 
 `close` waits for the replays, then destroys the executable graph and the graph, then drops `keeps` (plans, buffers,
 functions). The caller closes these afterwards.
@@ -62,14 +63,14 @@ class Graph:
         refuse_in_capture("a graph", gpu, stream)
         with gpu.current():
             mode = bindings().CUstreamCaptureMode.CU_STREAM_CAPTURE_MODE_THREAD_LOCAL
-            call("cuStreamBeginCapture", stream, mode)
-            try:
-                with _keeping_garbage():
+            with _keeping_garbage():
+                call("cuStreamBeginCapture", stream, mode)
+                try:
                     enqueue()
-            except BaseException:
-                _abandon(stream)
-                raise
-            graph = call("cuStreamEndCapture", stream)
+                except BaseException:
+                    _abandon(stream)
+                    raise
+                graph = call("cuStreamEndCapture", stream)
             try:
                 executable = call("cuGraphInstantiate", graph, 0)
             except BaseException:
@@ -121,7 +122,7 @@ class Graph:
 
 @contextmanager
 def _keeping_garbage() -> Iterator[None]:
-    """Defer garbage collection to the end, because destructors of garbage may call CUDA."""
+    """Defer garbage collection to the end. An allocation after it may collect at once all that was deferred."""
     collects = gc.isenabled()
     gc.disable()
     try:

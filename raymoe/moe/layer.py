@@ -23,7 +23,7 @@ from raymoe.moe.differentiable import combine, dispatch, expert_major
 from raymoe.moe.experts import shard
 from raymoe.moe.families import Parts, parts_of
 from raymoe.moe.layer_form import LayerForm as LayerForm
-from raymoe.moe.layer_form import Mlp, check_deterministic, draw_weights, dtype_of_weights, empty_parts
+from raymoe.moe.layer_form import Mlp, Norm, check_deterministic, draw_weights, dtype_of_weights, empty_parts
 from raymoe.moe.live_weights import Loading, WeightSource, load_into
 from raymoe.moe.router import Routed
 from raymoe.moe.row_counts import RowCounts
@@ -156,8 +156,9 @@ class MoELayer(nn.Module):
         check_deterministic(kind)
         router: Any = self._modules[self._router_name]
         self._by_row = router.by_row = self.experts.by_row = kind == "batch"
-        if isinstance(shared := self._modules.get(self._shared_name), Mlp):
-            shared.by_row = self._by_row
+        for part in (self.norm, self._modules.get(self._shared_name)):
+            if isinstance(part, Norm | Mlp):
+                part.by_row = self._by_row
 
     @classmethod
     def from_block(

@@ -94,12 +94,17 @@ class Mlp(nn.Module):
 class Norm(nn.Module):
     """RMSNorm with a weight."""
 
+    by_row = False
+    """Whether the bits of a row's result depend on that row alone. A layer sets it."""
+
     def __init__(self, weight: torch.Tensor, eps: float) -> None:
         super().__init__()
         self.weight, self.eps = nn.Parameter(weight), eps
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return rms_norm(x, self.weight, self.eps)
+        if not self.by_row:  # a call without options checks none
+            return rms_norm(x, self.weight, self.eps)
+        return rms_norm(x, self.weight, self.eps, batch_invariant=True)
 
 
 def empty_parts(spec: ExchangeSpec, form: LayerForm, count: int, device: torch.device) -> Parts:

@@ -7,8 +7,10 @@ when they compute without them.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, Unpack, overload
 
+import torch
 from torch import Tensor
 
 import raymoe.rows.formulas as formulas
@@ -19,13 +21,14 @@ from raymoe.rows.direct import Computation, backward_directly, directly, needs_g
 from raymoe.rows.operator_definitions import operator
 from raymoe.rows.pipe_shape import limits_of
 from raymoe.rows.row_arguments import (
-    Plain,
-    Quantised,
+    NormForm,
+    PlainNorm,
+    QuantisedNorm,
     ResultForm,
     check_like,
     check_rows,
     check_vector,
-    form_of,
+    norm_form_of,
     refuse_gradient,
 )
 from raymoe.rows.row_results import new_like, new_quantised, new_total, quantised
@@ -34,43 +37,45 @@ from raymoe.rows.row_results import new_like, new_quantised, new_total, quantise
 
 
 @overload
-def rms_norm(x: Tensor, weight: Tensor, eps: float = ..., **options: Unpack[Plain]) -> Tensor: ...
+def rms_norm(x: Tensor, weight: Tensor, eps: float = ..., **options: Unpack[PlainNorm]) -> Tensor: ...
 @overload
-def rms_norm(x: Tensor, weight: Tensor, eps: float = ..., **options: Unpack[Quantised]) -> tuple[Tensor, Tensor]: ...
+def rms_norm(
+    x: Tensor, weight: Tensor, eps: float = ..., **options: Unpack[QuantisedNorm]
+) -> tuple[Tensor, Tensor]: ...
 def rms_norm(x: Tensor, weight: Tensor, eps: float = 1e-6, **options: Any) -> Tensor | tuple[Tensor, Tensor]:
     """Divide each row of x[..., H] by the root of the mean of its squares, and multiply it by weight[H].
 
     With `output="float8_e4m3"` the result is (values, scales); `Quantised` has the options. Such a call has no
-    gradient.
+    gradient. With `batch_invariant=True` a row has the same bits among any other rows (docs/rows.md).
 
     >>> import torch
     >>> rms_norm(torch.tensor([[3.0, -4.0]]), torch.tensor([1.0, 2.0]), eps=0.0)
     tensor([[ 0.8485, -2.2627]])
     """
-    form = form_of(options)
+    form = norm_form_of(options)
     _check("rms_norm", x, eps, form, weight=weight)
     if form.quantised:
         refuse_gradient("rms_norm", x, weight)
         compute = _compute_rms_norm_fp8 if directly(x, weight) else _rms_norm_fp8
-        values, scales, _ = compute(x, None, weight, eps, form.column, form.sms)
+        values, scales, _ = compute(x, None, weight, eps, form.column, *form.launch)
         return values, scales
     y: Tensor
     if not directly(x, weight):
-        y = _rms_norm(x, None, weight, eps, form.sms)[0]
+        y = _rms_norm(x, None, weight, eps, *form.launch)[0]
     elif needs_gradient(x, weight):
-        y = _RmsNorm.of(x, weight, eps, form.sms)
+        y = _RmsNorm.of(x, weight, eps, *form.launch)
     else:
-        y = _plain_rms_norm(x, weight, eps, form.sms)
+        y = _plain_rms_norm(x, weight, eps, *form.launch)
     return y
 
 
 @overload
 def add_rms_norm(
-    x: Tensor, residual: Tensor, weight: Tensor, eps: float = ..., **options: Unpack[Plain]
+    x: Tensor, residual: Tensor, weight: Tensor, eps: float = ..., **options: Unpack[PlainNorm]
 ) -> tuple[Tensor, Tensor]: ...
 @overload
 def add_rms_norm(
-    x: Tensor, residual: Tensor, weight: Tensor, eps: float = ..., **options: Unpack[Quantised]
+    x: Tensor, residual: Tensor, weight: Tensor, eps: float = ..., **options: Unpack[QuantisedNorm]
 ) -> tuple[tuple[Tensor, Tensor], Tensor]: ...
 def add_rms_norm(
     x: Tensor, residual: Tensor, weight: Tensor, eps: float = 1e-6, **options: Any
@@ -84,28 +89,28 @@ def add_rms_norm(
     >>> y, total
     (tensor([[1., 1.]]), tensor([[2., 2.]]))
     """
-    form = form_of(options)
+    form = norm_form_of(options)
     _check("add_rms_norm", x, eps, form, weight=weight)
     check_like("add_rms_norm", "residual", residual, x, x.shape)
     if form.quantised:
         refuse_gradient("add_rms_norm", x, residual, weight)
         compute = _compute_rms_norm_fp8 if directly(x, residual, weight) else _rms_norm_fp8
-        values, scales, total = compute(x, residual, weight, eps, form.column, form.sms)
+        values, scales, total = compute(x, residual, weight, eps, form.column, *form.launch)
         return (values, scales), total
     if not directly(x, residual, weight):
-        y, total = _rms_norm(x, residual, weight, eps, form.sms)
+        y, total = _rms_norm(x, residual, weight, eps, *form.launch)
     elif needs_gradient(x, residual, weight):
-        y, total = _AddRmsNorm.of(x, residual, weight, eps, form.sms)
+        y, total = _AddRmsNorm.of(x, residual, weight, eps, *form.launch)
     else:
-        y, total = _compute_rms_norm(x, residual, weight, eps, form.sms)
+        y, total = _compute_rms_norm(x, residual, weight, eps, *form.launch)
     return y, total
 
 
 @overload
-def layer_norm(x: Tensor, weight: Tensor, bias: Tensor, eps: float = ..., **options: Unpack[Plain]) -> Tensor: ...
+def layer_norm(x: Tensor, weight: Tensor, bias: Tensor, eps: float = ..., **options: Unpack[PlainNorm]) -> Tensor: ...
 @overload
 def layer_norm(
-    x: Tensor, weight: Tensor, bias: Tensor, eps: float = ..., **options: Unpack[Quantised]
+    x: Tensor, weight: Tensor, bias: Tensor, eps: float = ..., **options: Unpack[QuantisedNorm]
 ) -> tuple[Tensor, Tensor]: ...
 def layer_norm(
     x: Tensor, weight: Tensor, bias: Tensor, eps: float = 1e-5, **options: Any
@@ -116,26 +121,26 @@ def layer_norm(
     >>> layer_norm(torch.tensor([[1.0, 3.0]]), torch.tensor([1.0, 2.0]), torch.tensor([0.0, 5.0]), eps=0.0)
     tensor([[-1.,  7.]])
     """
-    form = form_of(options)
+    form = norm_form_of(options)
     _check("layer_norm", x, eps, form, weight=weight, bias=bias)
     if bias.dtype != weight.dtype:
         raise ConfigError(f"layer_norm: bias is {bias.dtype} and weight is {weight.dtype}; they have one dtype")
     if form.quantised:
         refuse_gradient("layer_norm", x, weight, bias)
         compute = _compute_layer_norm_fp8 if directly(x, weight, bias) else _layer_norm_fp8
-        pair: tuple[Tensor, Tensor] = compute(x, weight, bias, eps, form.column, form.sms)
+        pair: tuple[Tensor, Tensor] = compute(x, weight, bias, eps, form.column, *form.launch)
         return pair
     y: Tensor
     if not directly(x, weight, bias):
-        y = _layer_norm(x, weight, bias, eps, form.sms)
+        y = _layer_norm(x, weight, bias, eps, *form.launch)
     elif needs_gradient(x, weight, bias):
-        y = _LayerNorm.of(x, weight, bias, eps, form.sms)
+        y = _LayerNorm.of(x, weight, bias, eps, *form.launch)
     else:
-        y = _compute_layer_norm(x, weight, bias, eps, form.sms)
+        y = _compute_layer_norm(x, weight, bias, eps, *form.launch)
     return y
 
 
-def _check(op: str, x: Tensor, eps: float, form: ResultForm, **vectors: Tensor) -> None:
+def _check(op: str, x: Tensor, eps: float, form: NormForm, **vectors: Tensor) -> None:
     check_rows(op, "x", x)
     for name, vector in vectors.items():
         check_vector(op, name, vector, x)
@@ -151,24 +156,44 @@ def check_columns(op: str, x: Tensor, form: ResultForm) -> None:
         raise ConfigError(f"{op}: x has shape {list(x.shape)}; scales by column need [T, H]: call .flatten(0, -2)")
 
 
+def _by_formula(formula: Callable[[Tensor], Tensor], x: Tensor, *, batch_invariant: bool) -> Tensor:
+    """Compute by torch. On a CPU it sums rows alike, but shares one long row alone among threads: that goes as two.
+
+    >>> _by_formula(lambda rows: rows * rows.numel(), torch.ones(3), batch_invariant=True).tolist()
+    [6.0, 6.0, 6.0]
+    """
+    if not batch_invariant:
+        return formula(x)
+    if x.device.type != "cpu":
+        raise ConfigError(
+            f"a norm with batch_invariant on {x.device}, where torch computes it and sums a row in another order for "
+            f"other numbers of rows; a GPU of compute capability {row_launch.LEAST_CAPABILITY} or newer is needed"
+        )
+    return formula(torch.stack((x, x)))[0] if x.numel() == x.shape[-1] else formula(x)
+
+
 # RMSNorm. Without a residual, `total` is empty: an operator may not return its input.
 
 
-def _plain_rms_norm(x: Tensor, weight: Tensor, eps: float, sms: int | None) -> Tensor:
+def _plain_rms_norm(x: Tensor, weight: Tensor, eps: float, sms: int | None, batch_invariant: bool = False) -> Tensor:
     """Return y alone, without the empty total."""
     if row_launch.takes(x):
-        return kernels.plain_rms_norm(x, weight, eps, limits_of(sms))
-    return new_like(x).copy_(formulas.rms_norm(x, weight, eps))
+        return kernels.plain_rms_norm(x, weight, eps, limits_of(sms, batch_invariant))
+    return new_like(x).copy_(_rms_by_formula(x, weight, eps, batch_invariant))
+
+
+def _rms_by_formula(x: Tensor, weight: Tensor, eps: float, batch_invariant: bool) -> Tensor:
+    return _by_formula(lambda rows: formulas.rms_norm(rows, weight, eps), x, batch_invariant=batch_invariant)
 
 
 def _compute_rms_norm(
-    x: Tensor, residual: Tensor | None, weight: Tensor, eps: float, sms: int | None
+    x: Tensor, residual: Tensor | None, weight: Tensor, eps: float, sms: int | None, batch_invariant: bool = False
 ) -> tuple[Tensor, Tensor]:
     """Return y and total."""
     if row_launch.takes(x):
-        return kernels.rms_norm(x, residual, weight, eps, limits_of(sms))
+        return kernels.rms_norm(x, residual, weight, eps, limits_of(sms, batch_invariant))
     rows, total = _summed(x, residual)
-    return new_like(x).copy_(formulas.rms_norm(rows, weight, eps)), total
+    return new_like(x).copy_(_rms_by_formula(rows, weight, eps, batch_invariant)), total
 
 
 def _summed(x: Tensor, residual: Tensor | None) -> tuple[Tensor, Tensor]:
@@ -213,7 +238,7 @@ def _(_dy: Tensor, _dtotal: Tensor | None, rows: Tensor, weight: Tensor, *_: obj
 
 
 def _save_rms_norm(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
-    x, residual, weight, ctx.eps, ctx.sms = inputs
+    x, residual, weight, ctx.eps, ctx.sms, _ = inputs
     ctx.added = residual is not None
     ctx.save_for_backward(output[1] if ctx.added else x, weight)
     ctx.set_materialize_grads(False)
@@ -222,10 +247,10 @@ def _save_rms_norm(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tens
 def _differentiate_rms_norm(ctx: Any, dy: Tensor | None, dtotal: Tensor | None) -> tuple[Any, ...]:
     dtotal = dtotal if ctx.added else None
     if dy is None:
-        return dtotal, dtotal, None, None, None
+        return dtotal, dtotal, None, None, None, None
     rows, weight = ctx.saved_tensors
     drows, dweight = _rms_norm_gradients(dy, dtotal, rows, weight, ctx.eps, ctx.sms)
-    return drows, drows if ctx.added else None, dweight, None, None
+    return drows, drows if ctx.added else None, dweight, None, None, None
 
 
 def _rms_norm_gradients(
@@ -243,45 +268,46 @@ _rms_norm.register_autograd(_differentiate_rms_norm, setup_context=_save_rms_nor
 
 class _RmsNorm(Computation):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, eps: float, sms: int | None) -> Tensor:
+    def forward(ctx: Any, x: Tensor, weight: Tensor, eps: float, sms: int | None, batch_invariant: bool) -> Tensor:
         ctx.save_for_backward(x, weight)
         ctx.eps, ctx.sms = eps, sms
-        return _plain_rms_norm(x, weight, eps, sms)
+        return _plain_rms_norm(x, weight, eps, sms, batch_invariant)
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> tuple[Any, ...]:
         x, weight = ctx.saved_tensors
-        return *_rms_norm_gradients(dy, None, x, weight, ctx.eps, ctx.sms), None, None
+        return *_rms_norm_gradients(dy, None, x, weight, ctx.eps, ctx.sms), None, None, None
 
 
 class _AddRmsNorm(Computation):
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, residual: Tensor, weight: Tensor, eps: float, sms: int | None
+        ctx: Any, x: Tensor, residual: Tensor, weight: Tensor, eps: float, *launch: Any
     ) -> tuple[Tensor, Tensor]:
-        results = _compute_rms_norm(x, residual, weight, eps, sms)
-        _save_rms_norm(ctx, (x, residual, weight, eps, sms), results)
+        results = _compute_rms_norm(x, residual, weight, eps, *launch)
+        _save_rms_norm(ctx, (x, residual, weight, eps, *launch), results)
         return results
 
     backward = staticmethod(_differentiate_rms_norm)
 
 
 def _compute_rms_norm_fp8(
-    x: Tensor,
-    residual: Tensor | None,
-    weight: Tensor,
-    eps: float,
-    column: bool,
-    sms: int | None,
+    x: Tensor, residual: Tensor | None, weight: Tensor, eps: float, column: bool, *launch: Any
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return values, scales and total."""
+    limits = limits_of(*launch)
     if row_launch.takes(x):
-        return kernels.rms_norm_fp8(x, residual, weight, eps, column, limits_of(sms))
+        return kernels.rms_norm_fp8(x, residual, weight, eps, column, limits)
     rows, total = _summed(x, residual)
-    return *quantised(formulas.rms_norm(rows, weight, eps), column), total
+    return *quantised(_rms_by_formula(rows, weight, eps, limits.batch_invariant), column), total
 
 
-_rms_norm_fp8 = operator("rms_norm_fp8", _compute_rms_norm_fp8)
+_LAUNCH = "SymInt? sms, bool batch_invariant=False"
+_rms_norm_fp8 = operator(
+    "rms_norm_fp8",
+    _compute_rms_norm_fp8,
+    f"(Tensor x, Tensor? residual, Tensor weight, float eps, bool column, {_LAUNCH}) -> (Tensor, Tensor, Tensor)",
+)
 
 
 @_rms_norm_fp8.register_fake
@@ -294,10 +320,16 @@ def _(
 # LayerNorm.
 
 
-def _compute_layer_norm(x: Tensor, weight: Tensor, bias: Tensor, eps: float, sms: int | None) -> Tensor:
+def _compute_layer_norm(
+    x: Tensor, weight: Tensor, bias: Tensor, eps: float, sms: int | None, batch_invariant: bool = False
+) -> Tensor:
     if row_launch.takes(x):
-        return kernels.layer_norm(x, weight, bias, eps, limits_of(sms))
-    return new_like(x).copy_(formulas.layer_norm(x, weight, bias, eps))
+        return kernels.layer_norm(x, weight, bias, eps, limits_of(sms, batch_invariant))
+    return new_like(x).copy_(_layer_by_formula(x, weight, bias, eps, batch_invariant))
+
+
+def _layer_by_formula(x: Tensor, weight: Tensor, bias: Tensor, eps: float, batch_invariant: bool) -> Tensor:
+    return _by_formula(lambda rows: formulas.layer_norm(rows, weight, bias, eps), x, batch_invariant=batch_invariant)
 
 
 _layer_norm = operator("layer_norm", _compute_layer_norm)
@@ -331,7 +363,7 @@ def _(_dy: Tensor, x: Tensor, weight: Tensor, *_: object) -> tuple[Tensor, Tenso
 
 
 def _save_layer_norm(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:  # noqa: ARG001  (torch gives it by name)
-    x, weight, _, ctx.eps, ctx.sms = inputs
+    x, weight, _, ctx.eps, ctx.sms, _ = inputs
     ctx.save_for_backward(x, weight)
 
 
@@ -339,7 +371,7 @@ def _differentiate_layer_norm(ctx: Any, dy: Tensor) -> tuple[Any, ...]:
     x, weight = ctx.saved_tensors
     direct = backward_directly(dy, x, weight)
     compute = _compute_layer_norm_backward if direct else _layer_norm_backward
-    return *compute(dy, x, weight, ctx.eps, ctx.sms), None, None
+    return *compute(dy, x, weight, ctx.eps, ctx.sms), None, None, None
 
 
 _layer_norm.register_autograd(_differentiate_layer_norm, setup_context=_save_layer_norm)
@@ -347,29 +379,29 @@ _layer_norm.register_autograd(_differentiate_layer_norm, setup_context=_save_lay
 
 class _LayerNorm(Computation):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor, eps: float, sms: int | None) -> Tensor:
+    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor, eps: float, *launch: Any) -> Tensor:
         ctx.save_for_backward(x, weight)
-        ctx.eps, ctx.sms = eps, sms
-        return _compute_layer_norm(x, weight, bias, eps, sms)
+        ctx.eps, (ctx.sms, _) = eps, launch
+        return _compute_layer_norm(x, weight, bias, eps, *launch)
 
     backward = staticmethod(_differentiate_layer_norm)
 
 
 def _compute_layer_norm_fp8(
-    x: Tensor,
-    weight: Tensor,
-    bias: Tensor,
-    eps: float,
-    column: bool,
-    sms: int | None,
+    x: Tensor, weight: Tensor, bias: Tensor, eps: float, column: bool, *launch: Any
 ) -> tuple[Tensor, Tensor]:
     """Return values and scales."""
+    limits = limits_of(*launch)
     if row_launch.takes(x):
-        return kernels.layer_norm_fp8(x, weight, bias, eps, column, limits_of(sms))
-    return quantised(formulas.layer_norm(x, weight, bias, eps), column)
+        return kernels.layer_norm_fp8(x, weight, bias, eps, column, limits)
+    return quantised(_layer_by_formula(x, weight, bias, eps, limits.batch_invariant), column)
 
 
-_layer_norm_fp8 = operator("layer_norm_fp8", _compute_layer_norm_fp8)
+_layer_norm_fp8 = operator(
+    "layer_norm_fp8",
+    _compute_layer_norm_fp8,
+    f"(Tensor x, Tensor weight, Tensor bias, float eps, bool column, {_LAUNCH}) -> (Tensor, Tensor)",
+)
 
 
 @_layer_norm_fp8.register_fake

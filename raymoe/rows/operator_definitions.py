@@ -32,10 +32,10 @@ def define(schemas: Mapping[str, str]) -> None:
         torch.library.define(f"raymoe::{name}", schema, tags=torch.Tag.pt2_compliant_tag)
 
 
-def operator(name: str, function: Callable[..., Any]) -> CustomOpDef:
-    """Define an operator by a function that changes none of its arguments. Its annotations give the schema."""
+def operator(name: str, function: Callable[..., Any], schema: str | None = None) -> CustomOpDef:
+    """Define an operator by a function that changes none of its arguments. `schema` None: its annotations give it."""
     _tag_compile_caches()
-    return torch.library.custom_op(f"raymoe::{name}", function, mutates_args=())
+    return torch.library.custom_op(f"raymoe::{name}", function, mutates_args=(), schema=schema)
 
 
 @functools.cache

@@ -7,7 +7,7 @@ work on each element alone, so a row can be cut into pieces.
 from __future__ import annotations
 
 import functools
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 from raymoe.errors import ConfigError
@@ -101,11 +101,15 @@ def blocks_of(parts: int, most: int, *, balanced: bool) -> int:
 
 @dataclass(frozen=True)
 class Limits:
-    """The settings of a launch that a caller gives; None: chosen here. `stages` are those of a block."""
+    """The settings of a launch that a caller gives; None: chosen here. `stages` are those of a block.
+
+    `batch_invariant`, for norms: the block does not depend on the number of rows, so it sums each row in one order.
+    """
 
     sms: int | None = None
     stages: int | None = None
     loading: Loading | None = None
+    batch_invariant: bool = False
 
     def __post_init__(self) -> None:
         for name in ("sms", "stages"):
@@ -114,18 +118,18 @@ class Limits:
                 raise ConfigError(f"{name} is {value}; it is at least 1")
 
     @property
-    def key(self) -> tuple[int | None, int | None, Loading | None]:
+    def key(self) -> tuple[int | None, int | None, Loading | None, bool]:
         """The same values as a tuple, whose hash costs less."""
-        return self.sms, self.stages, self.loading
+        return self.sms, self.stages, self.loading, self.batch_invariant
 
 
 NO_LIMITS = Limits()
 
 
 @functools.lru_cache(maxsize=256)
-def limits_of(sms: int | None) -> Limits:
+def limits_of(sms: int | None, batch_invariant: bool = False) -> Limits:
     """The limits of a call that may take `sms` SMs; None: all."""
-    return Limits(sms)
+    return Limits(sms, batch_invariant=batch_invariant)
 
 
 @dataclass(frozen=True)
@@ -170,6 +174,7 @@ FEW_ROWS = 512  # up to here there is no pipeline, because an SM gets too few ro
 FEW_ROWS_OF_AN_SM = 4  # the same for each SM, where a caller limits their number
 PIPED_ROWS = 1024  # up to here norms of one input use the pipeline on the whole GPU
 MANY_GRADIENT_ROWS = 8192  # from here on gradients with two inputs take four warps
+MOST_ROWS = 1 << 31  # a batch-invariant norm takes the block of so many rows
 DYNAMIC_TURNS = 2  # blocks take tiles from a counter if each gets this many for each of its stages
 BALANCED_TURNS = 16  # from here on a grid with fixed rows is as small as its turns allow
 
@@ -228,7 +233,11 @@ def row_shape(work: RowWork, limits: Limits) -> PipeShape:
     64
     >>> row_shape(RowWork(4096, 32768, 64, 1, 20), Limits(48)).loading  # no two rows of 128 KiB fit into an SM
     'PLAIN'
+    >>> {shape(rows, Limits(batch_invariant=True)) for rows in (1, 128, 1024, 16384)}
+    {'ROW 1 x 7, 1 stages, 0 blocks'}
     """
+    if limits.batch_invariant:
+        work = replace(work, rows=MOST_ROWS)
     eights, budget = work.hidden // 8, work.budget
     tile_rows = max(1, min(TILE_BYTES // work.row_bytes, work.rows))
     stage_bytes = tile_rows * work.row_bytes
@@ -441,7 +450,11 @@ def row_breaks(work: RowWork, limits: Limits) -> tuple[int, ...]:
     >>> breaks = row_breaks(RowWork(4096, hidden=7168, eight_bytes=16, registers=8), Limits())
     >>> {ALONE_ROWS + 1, FEW_ROWS + 1, PIPED_ROWS + 1} <= set(breaks)
     True
+    >>> row_breaks(RowWork(4096, hidden=7168, eight_bytes=16, registers=8), Limits(batch_invariant=True))
+    (2,)
     """
+    if limits.batch_invariant:
+        return (2,)  # one row has no stride
     most = TILE_BYTES // work.row_bytes
     tile_rows = max(1, most)
     fitting = (SHARED_BYTES - 2048) // (tile_rows * work.row_bytes + STAGE_WORDS_BYTES)

@@ -40,6 +40,19 @@ class Quantised(TypedDict, total=False):
     sms: int | None
 
 
+class PlainNorm(Plain, total=False):
+    """Of a norm. `batch_invariant`: the bits of a row's result depend on that row, the vectors and the other arguments
+    alone, not on other rows or their number. It chooses a kernel that need not be the fastest for that number."""
+
+    batch_invariant: bool
+
+
+class QuantisedNorm(Quantised, total=False):
+    """Of a norm. `batch_invariant` as in `PlainNorm`; values and scales then depend on the row alone."""
+
+    batch_invariant: bool
+
+
 @dataclass(frozen=True)
 class ResultForm:
     """The checked options of one call.
@@ -75,12 +88,38 @@ class ResultForm:
         return self.scales == "column"
 
 
-PLAIN = ResultForm()
+@dataclass(frozen=True)
+class NormForm(ResultForm):
+    """The checked options of one call of a norm.
+
+    >>> NormForm(sms=48, batch_invariant=True).launch
+    (48, True)
+    """
+
+    batch_invariant: bool = False
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if type(self.batch_invariant) is not bool:
+            raise ConfigError(f"batch_invariant is {self.batch_invariant!r}; it is True or False")
+
+    @property
+    def launch(self) -> tuple[int | None, bool]:
+        """The last arguments of the operators of norms."""
+        return self.sms, self.batch_invariant
+
+
+PLAIN, PLAIN_NORM = ResultForm(), NormForm()
 
 
 def form_of(options: dict[str, Any]) -> ResultForm:
     """Check the options of a call."""
     return ResultForm(**options) if options else PLAIN
+
+
+def norm_form_of(options: dict[str, Any]) -> NormForm:
+    """Check the options of a call of a norm."""
+    return NormForm(**options) if options else PLAIN_NORM
 
 
 def refuse_gradient(op: str, *tensors: torch.Tensor) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -16,13 +17,15 @@ from raymoe.moe import (  # noqa: E402
     LayerForm,
     MoELayer,
     RouterForm,
+    add_rms_norm,
     count_routes,
     expert_load,
+    layer_norm,
     record_routes,
     replay_routes,
     rms_norm,
 )
-from raymoe.moe.router import route  # noqa: E402
+from raymoe.moe.router import replay_route, route  # noqa: E402
 from tests.gpu.ranks import GPUS, NEEDS_GPU, RANKS, GpuRanks  # noqa: E402
 from tests.unit.moe.bits import same_bits  # noqa: E402
 
@@ -33,6 +36,10 @@ pytestmark = [
     ),
 ]
 H, K, T = 512, 4, 700
+COLLECTIVE = pytest.param(
+    "collective",
+    marks=pytest.mark.skipif(GPUS < 2, reason=f"collective uses NCCL, which needs a GPU for each rank: {GPUS} here"),
+)
 
 
 def layer_of(world: World, backend: str, dtype: str, tokens: int = T, **more: Any) -> MoELayer:
@@ -50,19 +57,73 @@ def drawn(tokens: int, seed: int, dtype: str, device: torch.device) -> torch.Ten
 # Batch invariance.
 
 
+COUNTS = (1, 2, 7, 128, 132, 133, 511, 512, 513, 1000, 1024, 1025, 4000)
+"""Numbers of rows on both sides of those at which the fastest kernel of a norm changes."""
+NORMS: dict[str, Callable[..., Any]] = {
+    "rms_norm": lambda x, weight, **how: rms_norm(x, weight, 1e-6, **how),
+    "add_rms_norm": lambda x, weight, **how: add_rms_norm(x, x.flip(-1), weight, 1e-6, **how),
+    "layer_norm": lambda x, weight, **how: layer_norm(x, weight, weight, 1e-6, **how),
+}
+
+
+def counts_with_other_bits(function: Callable[[torch.Tensor], Any], x: torch.Tensor) -> list[int]:
+    """Return the numbers of rows in which a row has other bits than among all of them."""
+    whole, others = flat(function(x)), []
+    for count in COUNTS:
+        own = slice(3, 3 + count)
+        if not all(
+            same_bits(part, rows[own]) for part, rows in zip(flat(function(x[own].clone())), whole, strict=True)
+        ):
+            others.append(count)
+    return others
+
+
+def flat(results: Any) -> list[torch.Tensor]:
+    return [results] if torch.is_tensor(results) else [tensor for each in results for tensor in flat(each)]
+
+
+def rows_on_gpu(hidden: int, dtype: torch.dtype) -> torch.Tensor:
+    source = torch.Generator("cuda").manual_seed(1)
+    return torch.randn(4096, hidden, device="cuda", generator=source).to(dtype)
+
+
 @pytest.mark.usefixtures("gpu")
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
-def test_norm_and_choice_give_a_row_the_same_bits_in_any_batch(dtype: torch.dtype) -> None:
-    source = torch.Generator("cuda").manual_seed(1)
-    x = torch.randn(4096, 7168, device="cuda", generator=source).to(dtype)
-    weight, logits = x[0].clone(), torch.randn(4096, 256, device="cuda", generator=source).to(dtype)
-    form = RouterForm(256, 8, score="sigmoid", groups=8, topk_groups=4)
-    norm, (ids, weights) = rms_norm(x, weight, 1e-6), route(logits, form)
-    for count in (1, 2, 7, 128, 511, 512, 513, 4000):
-        own = slice(3, 3 + count)
-        assert same_bits(rms_norm(x[own].clone(), weight, 1e-6), norm[own])
-        own_ids, own_weights = route(logits[own].clone(), form)
-        assert torch.equal(own_ids, ids[own]) and same_bits(own_weights, weights[own])
+@pytest.mark.parametrize("hidden", [512, 4096, 7168, 16384])
+def test_a_batch_invariant_norm_gives_a_row_the_same_bits_in_any_batch(hidden: int, dtype: torch.dtype) -> None:
+    x = rows_on_gpu(hidden, dtype)
+    weight = x[0].clone()
+    assert counts_with_other_bits(lambda rows: rms_norm(rows, weight, 1e-6, batch_invariant=True), x) == []
+    leaf = weight.clone().requires_grad_()  # a call with gradients
+    assert counts_with_other_bits(lambda rows: rms_norm(rows, leaf, 1e-6, batch_invariant=True), x) == []
+
+
+@pytest.mark.usefixtures("gpu")
+@pytest.mark.parametrize("sms", [None, 48])
+@pytest.mark.parametrize("output", [None, "float8_e4m3"])
+@pytest.mark.parametrize("name", NORMS)
+def test_other_batch_invariant_norms_do_too(name: str, output: str | None, sms: int | None) -> None:
+    x = rows_on_gpu(7168, torch.bfloat16)
+    weight = x[0].clone()
+    how = {"output": output, "sms": sms, "batch_invariant": True}
+    assert counts_with_other_bits(lambda rows: NORMS[name](rows, weight, **how), x) == []
+
+
+@pytest.mark.usefixtures("gpu")
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("score", ["softmax", "sigmoid", "chosen"])
+def test_the_choice_gives_a_row_the_same_bits_in_any_batch(score: Any, dtype: torch.dtype) -> None:
+    """Also where recorded ids, which are another choice, take its place."""
+    logits = rows_on_gpu(256, dtype)
+    form = RouterForm(256, 8, score=score, groups=8, topk_groups=4) if score != "chosen" else RouterForm(256, 8, score)
+    assert counts_with_other_bits(lambda rows: route(rows, form), logits) == []
+    recorded = torch.cat((logits.float(), torch.arange(4096.0, device="cuda")[:, None]), dim=1)
+
+    def replayed(rows: torch.Tensor) -> Any:
+        ids = (rows[:, -1:].long() * 17 + torch.arange(8, device="cuda") * 31) % 256
+        return replay_route(rows[:, :-1].contiguous(), form, ids)
+
+    assert counts_with_other_bits(replayed, recorded) == []
 
 
 def results_of_layers(world: World, backend: str, dtype: str) -> list[str]:
@@ -88,9 +149,9 @@ def results_of_layers(world: World, backend: str, dtype: str) -> list[str]:
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
-@pytest.mark.parametrize("backend", ["fused", "staged", "collective"])
+@pytest.mark.parametrize("backend", ["fused", "staged", COLLECTIVE])
 def test_tokens_of_a_layer_have_the_same_bits_in_any_batch(ranks: GpuRanks, backend: str, dtype: str) -> None:
-    size = min(RANKS, 4)
+    size = min(GPUS if backend == "collective" else RANKS, 4)
     assert ranks.run(size, results_of_layers, backend, dtype) == [[]] * size
 
 

@@ -35,3 +35,32 @@ def test_a_capture_disables_the_garbage_collector_and_restores_it(gpu, collects)
         assert gc.isenabled() is collects
     finally:
         gc.enable()
+
+
+def test_no_garbage_is_collected_between_the_calls_that_begin_and_end_a_capture(gpu, monkeypatch):
+    """A collection just before the end, of all that the work had deferred, once invalidated captures."""
+    log: list[str] = []
+
+    class Destroyed:
+        def __init__(self):
+            self.itself = self
+
+        def __del__(self):
+            log.append("destroyed")
+
+    def call(name, *_):
+        list(map(list, [()] * 100))  # a call allocates
+        log.append(name)
+        return 0
+
+    monkeypatch.setattr(graphs, "call", call)
+    before = gc.get_threshold()
+    gc.set_threshold(10, 1, 1)
+    try:
+        Graph.capture(gpu, 7, Destroyed)
+    finally:
+        gc.set_threshold(*before)
+    inside = log[log.index("cuStreamBeginCapture") : log.index("cuStreamEndCapture")]
+    assert "destroyed" not in inside
+    gc.collect()
+    assert "destroyed" in log

@@ -40,7 +40,8 @@ def steps(world: raymoe.World, x: torch.Tensor, topk_idx: torch.Tensor, topk_wei
 def gated(x: torch.Tensor, gate: torch.Tensor, bias: torch.Tensor) -> torch.Tensor:
     total: torch.Tensor = raymoe.pointwise("silu(gate) * x + bias", sms=48, x=x, gate=gate, bias=bias)
     y, total = add_rms_norm(total, x, bias)
-    values, scales = rms_norm(y, bias, output="float8_e4m3", scales="column")
+    y = rms_norm(y, bias, batch_invariant=True)
+    values, scales = rms_norm(y, bias, output="float8_e4m3", scales="column", batch_invariant=True)
     (values, scales), total = add_rms_norm(y, total, bias, 1e-5, output="float8_e4m3")
     values, scales = swiglu(layer_norm(total, bias, bias, sms=32), output="float8_e4m3")
     return swiglu(y, weights=scales[:, 0]) * values.float() * scales

@@ -65,7 +65,8 @@ def threads(request: pytest.FixtureRequest) -> Any:
 @pytest.mark.parametrize("hidden", [16, 72, 100, 1024, 7168])
 def test_the_norm(hidden: int, dtype: torch.dtype, threads: int) -> None:
     weight = drawn(hidden, dtype=dtype, seed=1)
-    assert other_bits(lambda x: rms_norm(x, weight, 1e-6), drawn(ROWS, hidden, dtype=dtype)) == []
+    x = drawn(ROWS, hidden, dtype=dtype)
+    assert other_bits(lambda rows: rms_norm(rows, weight, 1e-6, batch_invariant=True), x) == []
 
 
 FORMS = [
@@ -195,6 +196,12 @@ def test_without_the_option_bits_differ(pool: RankPool) -> None:
         assert found == [False, False]
 
 
+def _by_row(layer: MoELayer) -> list[bool]:
+    """Whether the norm, the router, the experts and the shared expert compute each row alone."""
+    parts: list[Any] = [layer.norm, layer.gate, layer.experts, layer.shared_experts]
+    return [part.by_row for part in parts]
+
+
 def test_it_can_be_set_and_costs_no_accuracy() -> None:
     with World.open(rank=0, size=1) as world:
         world.wire([world.descriptor()])
@@ -202,7 +209,7 @@ def test_it_can_be_set_and_costs_no_accuracy() -> None:
         x = drawn(9, H).requires_grad_()
         wanted = torch.autograd.grad(layer(x).square().sum(), [x, *layer.parameters()])
         layer.deterministic = "batch"
-        assert layer.deterministic == "batch" and layer.gate.by_row and layer.experts.by_row
+        assert layer.deterministic == "batch" and _by_row(layer) == [True] * 4
         found = torch.autograd.grad(layer(x).square().sum(), [x, *layer.parameters()])
         for gradient, exactly in zip(found, wanted, strict=True):
             torch.testing.assert_close(gradient, exactly, rtol=1e-4, atol=1e-4)
@@ -210,7 +217,8 @@ def test_it_can_be_set_and_costs_no_accuracy() -> None:
             assert_same_bits(layer(x)[:0], x.detach()[:0])
             assert len(layer(x[:0])) == 0
         layer.deterministic = None
-        assert not layer.experts.by_row
+        assert _by_row(layer) == [False] * 4
+        assert _by_row(MoELayer(world, SPEC, FORM)) == [True] * 4
         with pytest.raises(ConfigError, match="deterministic is 'rows'; it is None or 'batch'"):
             layer.deterministic = "rows"
     with pytest.raises(ConfigError, match="deterministic is True"):

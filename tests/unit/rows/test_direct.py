@@ -27,13 +27,28 @@ def drawn(*shape: int, seed: int = 0) -> torch.Tensor:
 # By name: the function, the shapes of its arguments, and the operators of the calls forward and backward.
 FUNCTIONS: dict[str, tuple[Callable[..., Any], list[tuple[int, ...]], list[str]]] = {
     "rms_norm": (lambda x, w: rms_norm(x, w), [(5, 64), (64,)], ["rms_norm", "rms_norm_backward"]),
+    "rms_norm in any batch": (
+        lambda x, w: rms_norm(x, w, batch_invariant=True),
+        [(5, 64), (64,)],
+        ["rms_norm", "rms_norm_backward"],
+    ),
     "add_rms_norm": (
         lambda x, r, w: torch.cat(add_rms_norm(x, r, w)),
         [(5, 64), (5, 64), (64,)],
         ["rms_norm", "rms_norm_backward"],
     ),
+    "add_rms_norm in any batch": (
+        lambda x, r, w: torch.cat(add_rms_norm(x, r, w, batch_invariant=True)),
+        [(5, 64), (5, 64), (64,)],
+        ["rms_norm", "rms_norm_backward"],
+    ),
     "layer_norm": (
         lambda x, w, b: layer_norm(x, w, b),
+        [(2, 5, 64), (64,), (64,)],
+        ["layer_norm", "layer_norm_backward"],
+    ),
+    "layer_norm in any batch": (
+        lambda x, w, b: layer_norm(x, w, b, batch_invariant=True),
         [(2, 5, 64), (64,), (64,)],
         ["layer_norm", "layer_norm_backward"],
     ),

@@ -244,10 +244,12 @@ def test_operators_pass_opcheck_and_compile_without_a_break(name, rows):
         torch.library.opcheck(ops.swiglu.default, (*inputs, None, None))
         torch.library.opcheck(ops.swiglu.default, (*inputs, torch.tensor([0, 4]), 3))
     elif name == "layer_norm":
-        torch.library.opcheck(ops.layer_norm.default, (*inputs, EPS, None))
+        for launch in ((None,), (3, True)):
+            torch.library.opcheck(ops.layer_norm.default, (*inputs, EPS, *launch))
     else:
         x, *residual, weight = inputs
-        torch.library.opcheck(ops.rms_norm.default, (x, *(residual or [None]), weight, EPS, None))
+        for launch in ((None,), (3, True)):
+            torch.library.opcheck(ops.rms_norm.default, (x, *(residual or [None]), weight, EPS, *launch))
     torch._dynamo.reset()
     compiled = torch.compile(FUNCTIONS[name][0], fullgraph=True, backend="aot_eager")
     plain, traced = as_tuple(FUNCTIONS[name][0](*inputs)), as_tuple(compiled(*inputs))
@@ -267,6 +269,8 @@ def test_quantised_operators_pass_opcheck(name):
     extra = {"rms_norm": (x, None, *vectors, EPS), "layer_norm": (*inputs, EPS), "swiglu": (*inputs, None)}[name]
     for column in (False, True):
         torch.library.opcheck(getattr(torch.ops.raymoe, f"{name}_fp8").default, (*extra, column, None))
+    if name != "swiglu":
+        torch.library.opcheck(getattr(torch.ops.raymoe, f"{name}_fp8").default, (*extra, True, 3, True))
 
 
 # Refused arguments.

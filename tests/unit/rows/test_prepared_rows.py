@@ -32,7 +32,10 @@ from tests.unit.rows.rows_driver import Counters, Enqueued, RowsDriver
 BF16, F16, F32 = torch.bfloat16, torch.float16, torch.float32
 ROWS = (1, 2, 3, 5, 48, 49, 127, 128, 132, 133, 192, 193, 512, 513, 1024, 1025, 2500)
 HIDDEN = (64, 72, 1032, 4096)
-LIMITS = (Limits(), Limits(), Limits(48), Limits(1), Limits(stages=3), Limits(48, 2), Limits(loading="IN_TURN"))
+LIMITS = (
+    *(Limits(), Limits(), Limits(48), Limits(1), Limits(stages=3), Limits(48, 2), Limits(loading="IN_TURN")),
+    *(Limits(batch_invariant=True), Limits(48, batch_invariant=True)),
+)
 
 
 @pytest.fixture
@@ -205,7 +208,7 @@ def differences(found: Enqueued, want: KernelCall, sms: int) -> list[str]:
 def test_a_prepared_launch_is_the_one_that_is_computed_anew(
     function: Callable[[Draw], Made], driver: RowsDriver
 ) -> None:
-    for seed in range(12):
+    for seed in range(16):
         draw = Draw(seed)
         for _ in range(25):
             draw.sizes()
@@ -256,7 +259,10 @@ def works() -> list[tuple[RowWork, Limits]]:
     for _ in range(120):
         item, inputs = pick((2, 4)), pick((1, 2, 3))
         limits = Limits(
-            pick((None, None, 1, 7, 48, 132)), pick((None, None, 1, 4, 9)), pick((None, None, "PIPED", "ROW"))
+            pick((None, None, 1, 7, 48, 132)),
+            pick((None, None, 1, 4, 9)),
+            pick((None, None, "PIPED", "ROW")),
+            pick((False, False, True)),
         )
         hidden = pick((8, 64, 72, 128, 1024, 4096, 4104, 7168, 16384, 32768))
         flags = [pick((False, False, True)) for _ in range(4)]
