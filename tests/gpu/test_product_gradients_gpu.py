@@ -35,8 +35,9 @@ SIZES = [(64, 16), (8, 8), (72, 272), (200, 328), (448, 528), (2048, 1024)]
 
 
 def only(tiles: TileClass) -> Any:
-    """Let all gradients of rows take this class."""
-    return mock.patch.object(product_gradients, "choose", lambda *_, **__: tiles)
+    """Let all products take this class."""
+    launch = product_launch.launch
+    return mock.patch.object(product_launch, "launch", lambda product: launch(replace(product, tiles=tiles)))
 
 
 def outer_of(case: RowsCase, dy: torch.Tensor, x: torch.Tensor) -> torch.Tensor:

@@ -41,7 +41,7 @@ pytestmark = [
 BF16, E4M3 = torch.bfloat16, torch.float8_e4m3fn
 FP8: Any = "float8_e4m3"
 CLASSES = [TILES, ScaledTiles(96, 4)]
-"""Those that are chosen, the widest with products of both halves, and the widest of all."""
+"""The one that products take, and the widest with products of both halves."""
 BOUND = 2**-7
 ERROR = 4e-3
 """Of results before they are quantised: the tensor cores' sums of 128 columns, and fast functions."""
@@ -52,7 +52,7 @@ COUNTS = (137, 0, 300, 1, 16, 65, 8)
 
 def only(tiles: ScaledTiles) -> Any:
     """Let all products take this class."""
-    return mock.patch.object(product_fp8_operators, "choose_fp8", lambda _: tiles)
+    return mock.patch.object(product_fp8_operators, "TILES", tiles)
 
 
 def moved(scaled: ScaledProduct, device: str) -> ScaledProduct:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 from unittest import mock
@@ -15,9 +14,7 @@ torch = pytest.importorskip("torch")
 from raymoe.moe import (  # noqa: E402
     grouped_linear,
     grouped_swiglu,
-    product_gradients,
     product_launch,
-    product_operators,
 )
 from raymoe.moe.expert_kernels import ActivationForm  # noqa: E402
 from raymoe.moe.expert_rows import Groups  # noqa: E402
@@ -62,14 +59,10 @@ def launched(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Product]]:
     yield products
 
 
-@contextmanager
-def only(tiles: TileClass) -> Iterator[None]:
+def only(tiles: TileClass) -> Any:
     """Let all products take this class, those of gradients too."""
-    with (
-        mock.patch.object(product_operators, "choose", lambda *_: tiles),
-        mock.patch.object(product_gradients, "choose", lambda *_, **__: tiles),
-    ):
-        yield
+    launch = product_launch.launch
+    return mock.patch.object(product_launch, "launch", lambda product: launch(replace(product, tiles=tiles)))
 
 
 def product_of(case: RowsCase, tiles: TileClass, columns: int, outputs: int, gate: Gate | None = None) -> Product:
