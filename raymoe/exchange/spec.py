@@ -311,7 +311,7 @@ class ExchangeSpec:
         rows = replace(self, layout="expert", alignment=1, padding="any", depth=0, capacity=self.rows(ranks))
         hidden = round_up(2 * self.topk + 2, ROW_BYTES // ITEM_BYTES["float32"])
         choices = ExchangeSpec(self.tokens, hidden, self.experts, self.topk, "float32", alignment=1, depth=0)
-        return rows, replace(choices, capacity=self._worst(ranks))
+        return rows, replace(choices, capacity=self._worst(ranks), placed_experts=self.placed_experts)
 
     def inside(self, domains: int) -> ExchangeSpec:
         """Return the spec of the exchange inside a domain of GPU ranks: the tokens of a whole rail.

@@ -397,6 +397,13 @@ def sites(world: World, case: Case) -> list[list[int]]:
         return counts
 
 
+def test_all_parts_of_an_exchange_mark_their_dispatches() -> None:
+    """A backend of GPUs makes the kernel that marks a dispatch if its spec says that experts are placed."""
+    for layout in ("expert", "rank", "token"):
+        parts = replace(SPEC, layout=layout).over_slots(ranks=2).parts(ranks=2)
+        assert [part.placed_experts for part in parts] == [5] * (2 if layout == "token" else 1)
+
+
 def test_call_sites_have_placements_of_their_own(pool: RankPool) -> None:
     case = Case(2, SPEC, "host", ("uniform",), seed=8)
     found = pool.run(2, sites, case)
