@@ -160,7 +160,7 @@ def main() -> None:
     asked = parser.parse_args()
     torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
     dist.init_process_group("gloo")
-    with raymoe.World.of() as world:
+    with raymoe.World.of(device="cuda") as world:
         for layout in asked.layouts:
             shape = {"tokens": asked.tokens, "hidden": asked.hidden, "experts": asked.experts, "topk": asked.topk}
             spec = raymoe.ExchangeSpec(**shape, layout=layout)
