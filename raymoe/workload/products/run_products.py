@@ -1,7 +1,8 @@
 """Time the products of experts by every system, in turns, on the same tensors, and verify each against float64.
 
-In a step each system computes once, one after the other, so that all of them see the same clocks of the GPU. A sample
-is on a cold L2 cache, replayed from a CUDA graph on GPUs. Each rank works alone on its own tensors, and the slowest
+In a step each system computes once, one after the other, so that all of them see the same clocks of the GPU. Each step
+has another order: a product runs slower after one that made the GPU hot. A sample is on a cold L2 cache, replayed from
+a CUDA graph on GPUs. Each rank works alone on its own tensors, and the slowest
 rank's time counts.
 """
 
@@ -10,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from contextlib import closing
 from dataclasses import dataclass
+from random import Random
 from time import perf_counter_ns
 from typing import Protocol
 
@@ -21,7 +23,8 @@ from raymoe.errors import one_line
 from raymoe.memory.world import World
 from raymoe.workload.measure import Line, Samples, Step, Steps, measure, result_line
 from raymoe.workload.oracle import BOUNDS
-from raymoe.workload.products.systems import OWN, SYSTEMS, Prepared, Unavailable
+from raymoe.workload.products.prepared import Prepared, Unavailable
+from raymoe.workload.products.systems import OWN, SYSTEMS
 from raymoe.workload.products.tasks import OPS, ProductSizes, Task
 from raymoe.workload.progress import Progress, step_listener
 from raymoe.workload.traffic import Traffic
@@ -63,6 +66,15 @@ def run_products(case: Case, world: World, progress: Callable[[Progress], None])
         with closing(_clock(world, case)) as clock:
             lines += _Turns(case, world, task, clock).lines(progress, index)
     return lines
+
+
+def order_of_step(index: int, systems: list[str]) -> list[str]:
+    """Return the order in which systems compute in a step, which is the same on all ranks.
+
+    >>> order_of_step(0, ["a", "b", "c"]), order_of_step(1, ["a", "b", "c"])
+    (['b', 'c', 'a'], ['a', 'c', 'b'])
+    """
+    return Random(index).sample(systems, len(systems))
 
 
 def _clock(world: World, case: Case) -> ProductClock:
@@ -108,8 +120,9 @@ class _Turns:
         else:
             self._reasons[name] = first
 
-    def __call__(self, index: int, *, verify: bool) -> Step:  # noqa: ARG002  (all steps have the same tensors)
-        us = tuple(system.sample() for system in self._systems.values())
+    def __call__(self, index: int, *, verify: bool) -> Step:
+        times = {name: self._systems[name].sample() for name in order_of_step(index, list(self._systems))}
+        us = tuple(times[name] for name in self._systems)
         if not verify:
             return Step(us)
         for name, system in self._systems.items():
@@ -155,7 +168,8 @@ class _Turns:
         line = result_line(self._case, task.op, Traffic(0, 0), samples, list(self._systems).index(name)) | keys
         us = float(str(line["us_p50"]))
         copies = name == "copy"
-        nbytes = task.weight_bytes if copies else task.nbytes
+        own_bytes = self._systems[name].prepared.nbytes
+        nbytes = task.weight_bytes if copies else task.nbytes if own_bytes is None else own_bytes
         return line | {
             "bytes_wire": None,
             "bytes_memory": nbytes,
