@@ -5,6 +5,9 @@
 //   GATED_ROWS     weights are gate rows and up rows, and y = gate * sigmoid(alpha * gate) * (up + up_plus), where
 //                  `limit` bounds gate from above and up on both sides. SwiGLU has alpha 1, no limit and up_plus 0
 //   INTERLEAVED    gate and up rows take turns
+//   TRANSPOSED_WEIGHTS
+//                  weights are [experts][columns][outputs] in memory. So a product's weights give the gradient of its
+//                  rows: its outputs are the columns here, its columns the outputs
 //   STORES_GATE_UP the rounded products are stored too, in the order of the weights
 //   BIASED_ROWS    adds the bias of each row of weights to its product
 //   WEIGHTED_ROWS  multiplies each row of y by its weight
@@ -26,8 +29,8 @@
 //
 // Stages: STAGES of 64 columns each, for 256 rows of weights and MOST_TOKENS tokens.
 //   full    one arrival: the loading thread, with the bytes of the stage
-//   empty   an arrival of each multiplying warp, after the wgmma that read the stage: at once with GIVE_BACK_AT_ONCE,
-//           where memory bounds the product; else when the next stage's wgmma are under way
+//   empty   an arrival of each multiplying warp, after the wgmma that read the stage. The other warpgroup's wgmma are
+//           under way meanwhile
 // Tiles: the loading thread writes each tile to one of two records; the multiplying warps read it.
 //   told    one arrival: the loading thread, after it wrote the record
 //   read    an arrival of each multiplying warp, after it read the record
@@ -47,28 +50,13 @@
 // Dynamic shared memory: STAGES stages, 1024-byte aligned; the barriers; two records of tiles; the first tile of each
 // expert, u32[experts + 1]. raymoe/moe/products.py computes the same sum.
 
-#include "raymoe/moe/product/loading.cuh"
+#include "raymoe/moe/product/multiplying.cuh"
 #include "raymoe/moe/product/results.cuh"
 
 namespace raymoe {
 
-// Describes rows of 64 elements of 16 bits in shared memory, as a load with the 128-byte swizzle stores them: groups of
-// 8 rows, 1024 bytes each, at a multiple of 1024 bytes. The next 16 columns are at descriptor + 2.
-__device__ __forceinline__ u64 rows_descriptor(u32 shared) {
-    constexpr u64 SWIZZLE_128 = 1ull << 62, GROUP_STRIDE = static_cast<u64>(1024 / 16) << 32, UNUSED = 1ull << 16;
-    return SWIZZLE_128 | GROUP_STRIDE | UNUSED | static_cast<u64>(shared / 16 & 0x3FFF);
-}
-
-// Gives a stage back to the loading thread.
-__device__ __forceinline__ void give_back(const Memory& memory, u32 turn) {
-    if (threadIdx.x % 32 == 0) {
-        ptx::barrier_arrive(memory.empty(turn % STAGES));
-    }
-}
-
-// Multiplies a tile of N tokens and stores its results. The multiplying warps call this.
-template <u32 N>
-__device__ __forceinline__ void multiply_tile(const ProductParams& p, const Memory& memory, const ProductTile& tile,
+template <u32 N, class Params>
+__device__ __forceinline__ void multiply_tile(const Params& p, const Memory& memory, const ProductTile& tile,
                                               u32& turn) {
     const u32 warpgroup = threadIdx.x / 128;
     float sums[2][N / 2];
@@ -76,32 +64,25 @@ __device__ __forceinline__ void multiply_tile(const ProductParams& p, const Memo
     for (u32 i = 0; i < N / 2; ++i) {
         sums[0][i] = sums[1][i] = 0.0f;
     }
+    constexpr u64 NEXT_WEIGHTS = TRANSPOSED ? NEXT_COLUMNS_TRANSPOSED : NEXT_COLUMNS;
     const u32 steps = (p.columns + COLUMNS - 1) / COLUMNS;
     for (u32 step = 0; step < steps; ++step, ++turn) {
         const u32 stage = turn % STAGES;
         await(memory.full(stage), turn / STAGES & 1);
-        const u64 rows = rows_descriptor(memory.weights(stage) + warpgroup * (HALF_BYTES / 2));
-        const u64 tokens = rows_descriptor(memory.tokens(stage));
+        const u64 rows = operand_descriptor(memory.weights(stage) + warpgroup * (HALF_BYTES / 2));
+        const u64 tokens = operand_descriptor(memory.tokens(stage));
         ptx::wgmma_fence();  // orders the registers of the sums before the wgmma that add to them
 #pragma unroll
         for (u32 part = 0; part < COLUMNS / 16; ++part) {
 #pragma unroll
             for (u32 half = 0; half < 2; ++half) {
-                ptx::wgmma<N>(sums[half], rows + half * (HALF_BYTES / 16) + part * 2, tokens + part * 2);
+                ptx::wgmma<N, TRANSPOSED>(sums[half], rows + half * (HALF_BYTES / 16) + part * NEXT_WEIGHTS,
+                                          tokens + part * NEXT_COLUMNS);
             }
         }
         ptx::wgmma_commit();
-        if constexpr (GIVES_BACK_AT_ONCE) {
-            ptx::wgmma_wait<0>();
-            give_back(memory, turn);
-        } else if (step != 0) {
-            ptx::wgmma_wait<1>();
-            give_back(memory, turn - 1);
-        }
-    }
-    if constexpr (!GIVES_BACK_AT_ONCE) {
         ptx::wgmma_wait<0>();
-        give_back(memory, turn - 1);
+        give_back(memory, turn);
     }
     const Results results(p, tile);
 #pragma unroll
@@ -116,65 +97,11 @@ __device__ __forceinline__ void multiply_tile(const ProductParams& p, const Memo
     }
 }
 
-template <u32 N>
-__device__ __forceinline__ void multiply_at_most(const ProductParams& p, const Memory& memory, const ProductTile& tile,
-                                                 u32 tokens, u32& turn) {
-    if (tokens == N) {
-        multiply_tile<N>(p, memory, tile, turn);
-    } else if constexpr (N > STEP) {
-        multiply_at_most<N - STEP>(p, memory, tile, tokens, turn);
-    }
-}
-
-__device__ __forceinline__ void multiply_tiles(const ProductParams& p, const Memory& memory) {
-    u32 stage_turn = 0;
-    for (u32 turn = 0;; ++turn) {
-        const u32 record = turn % 2;
-        await(memory.told(record), turn / 2 & 1);
-        const ptx::Bytes16 words = ptx::shared_load_16(memory.tile(record));
-        const ProductTile tile{static_cast<u32>(words.low), static_cast<u32>(words.low >> 32),
-                               static_cast<u32>(words.high), static_cast<u32>(words.high >> 32),
-                               ptx::shared_load_4(memory.tile(record) + 16)};
-        __syncwarp();  // all threads of the warp have read the record
-        if (threadIdx.x % 32 == 0) {
-            ptx::barrier_arrive(memory.read(record));
-        }
-        if (tile.rows == 0) {
-            return;
-        }
-        multiply_at_most<TOKENS>(p, memory, tile, rounded_up(tile.stored, STEP), stage_turn);
-    }
-}
-
 }  // namespace raymoe
 
 extern "C" __global__ void __launch_bounds__(raymoe::PRODUCT_THREADS, 1)
     product(const __grid_constant__ raymoe::ProductParams p) {
     using namespace raymoe;
     extern __shared__ __align__(1024) u8 shared[];
-    const Memory memory{ptx::shared_address(shared)};
-    if (threadIdx.x == 0) {
-        for (u32 stage = 0; stage < STAGES; ++stage) {
-            ptx::barrier_init(memory.full(stage), 1);
-            ptx::barrier_init(memory.empty(stage), MULTIPLYING_WARPS);
-        }
-        for (u32 record = 0; record < 2; ++record) {
-            ptx::barrier_init(memory.told(record), 1);
-            ptx::barrier_init(memory.read(record), MULTIPLYING_WARPS);
-        }
-        ptx::fence_barrier_init();  // orders the inits before the loads that complete on them
-    }
-    if (threadIdx.x / 32 == LOADING_WARP) {
-        count_tiles(p, memory);
-    }
-    __syncthreads();  // hands the barriers and the numbers of tiles to all threads
-    if (threadIdx.x < MULTIPLYING_WARPS * 32) {
-        ptx::take_registers<MULTIPLYING_REGISTERS>();
-        multiply_tiles(p, memory);
-    } else {
-        ptx::give_registers_away<OTHER_REGISTERS>();
-        if (threadIdx.x == LOADING_WARP * 32) {
-            load_tiles(p, memory);
-        }
-    }
+    run_block(p, p, Memory{ptx::shared_address(shared)}, Idle{});
 }

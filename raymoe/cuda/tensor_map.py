@@ -25,11 +25,15 @@ class EncodedMap(Params):
     words: Annotated[tuple[int, ...], ctypes.c_uint64 * 16]
 
 
+ELEMENT_BYTES = {"bfloat16": 2, "float16": 2, "uint8": 1}
+"""Bytes of the elements that a map may have. 8-bit floats are uint8 for it."""
+
+
 @dataclass(frozen=True)
 class TensorMap:
-    """A tensor of 16-bit elements, innermost dimension first, and the box of one load.
+    """A tensor, innermost dimension first, and the box of one load.
 
-    A box is 64 elements wide in the innermost dimension, and is stored with the 128-byte swizzle: row r of the box has
+    A box is 128 bytes wide in the innermost dimension, and is stored with the 128-byte swizzle: row r of the box has
     its 16-byte pieces in the order i XOR (r mod 8). Elements outside of the tensor are zeros.
     """
 
@@ -39,17 +43,19 @@ class TensorMap:
     strides: tuple[int, ...]
     """Bytes between neighbours, from the second dimension on; multiples of 16."""
     box: tuple[int, ...]
-    half: bool = False
-    """Whether elements are float16; else they are bfloat16."""
+    element: str = "bfloat16"
+
+    @property
+    def element_bytes(self) -> int:
+        return ELEMENT_BYTES[self.element]
 
     def encoded(self) -> EncodedMap:
         """Encode it by the driver, for the current context's GPU."""
         cuda = bindings()
         kinds, swizzles = cuda.CUtensorMapDataType, cuda.CUtensorMapSwizzle
-        kind = kinds.CU_TENSOR_MAP_DATA_TYPE_FLOAT16 if self.half else kinds.CU_TENSOR_MAP_DATA_TYPE_BFLOAT16
         encoded = call(
             "cuTensorMapEncodeTiled",
-            kind,
+            getattr(kinds, f"CU_TENSOR_MAP_DATA_TYPE_{self.element.upper()}"),
             len(self.sizes),
             self.address,
             [cuda.cuuint64_t(size) for size in self.sizes],

@@ -27,6 +27,8 @@ from raymoe.moe.offered_weights import offer_weights as offer_weights
 from raymoe.moe.offered_weights import open_weights as open_weights
 from raymoe.moe.placement import Placement as Placement
 from raymoe.moe.placement import plan_placement as plan_placement
+from raymoe.moe.quantised_experts import QuantisedExperts as QuantisedExperts
+from raymoe.moe.quantised_experts import quantise_experts as quantise_experts
 from raymoe.moe.router import Router as Router
 from raymoe.moe.router import balance_loss as balance_loss
 from raymoe.moe.router import expert_load as expert_load

@@ -21,7 +21,7 @@ from raymoe.memory.world import World
 from raymoe.moe.by_row import sigmoid
 from raymoe.moe.expert_kernels import ActivationForm
 from raymoe.moe.expert_rows import Groups, add_expert_bias
-from raymoe.moe.product_operators import Added, gate_experts, multiply_experts, streams_weights
+from raymoe.moe.product_operators import Added, gate_experts, multiply_experts
 from raymoe.moe.taken_over import OwnOfRank
 from raymoe.moe.torch_products import multiply_by_torch
 from raymoe.rows.activation import swiglu
@@ -145,20 +145,18 @@ class Experts(OwnOfRank):
         offsets: torch.Tensor,
         counts: torch.Tensor,
         weights: torch.Tensor | None = None,
-        *,
-        expected_rows: float = inf,
     ) -> torch.Tensor:
         """Map x[C, H] to rows[C, H]. Local expert i has `counts[i]` rows from `offsets[i]` on; others are unspecified.
 
         With `weights`, float32[C], each result is multiplied by its weight. That is done between the products, where
-        rows are F wide. `expected_rows` is the caller's guess of an expert's rows, by which the kernel is chosen.
+        rows are F wide.
         Where gradients are needed, x, the weights and the gradients of results are zero in gaps.
         """
         capacity = len(x)
         if not _in_kernels(x) and not torch.compiler.is_compiling():
             there = int(offsets[-1])  # the host may read it there, and elementwise operations skip the other rows
             x, weights = x[:there], None if weights is None else weights[:there]
-        y = self._compute(x, Groups(offsets, counts), weights, expected_rows).to(x.dtype)
+        y = self._compute(x, Groups(offsets, counts), weights).to(x.dtype)
         if len(y) == capacity:
             return y
         if y.requires_grad:
@@ -167,18 +165,16 @@ class Experts(OwnOfRank):
         rows[: len(y)] = y
         return rows
 
-    def _compute(
-        self, x: torch.Tensor, groups: Groups, weights: torch.Tensor | None, expected_rows: float
-    ) -> torch.Tensor:
+    def _compute(self, x: torch.Tensor, groups: Groups, weights: torch.Tensor | None) -> torch.Tensor:
         gate_up_proj, down_proj = self._outputs_first(self.gate_up_proj), self._outputs_first(self.down_proj)
         if self.casts:  # biases are added in float32 as they are
             gate_up_proj, down_proj = gate_up_proj.to(x.dtype), down_proj.to(x.dtype)
         gate_up_bias, bias = local(self.gate_up_proj_bias), local(self.down_proj_bias)
         if _in_kernels(x):
-            gated = Added(gate_up_bias, weights, expected_rows, self.by_row, gaps_are_zero=True)
+            gated = Added(gate_up_bias, weights, self.by_row, gaps_are_zero=True)
             h, _ = gate_experts(x, gate_up_proj, groups, gated, self.activation.form)
             last_bias = bias if weights is None else None
-            added = Added(last_bias, None, expected_rows, self.by_row, zero_gaps=False, gaps_are_zero=True)
+            added = Added(last_bias, None, self.by_row, zero_gaps=False, gaps_are_zero=True)
             y = multiply_experts(h, down_proj, groups, added)
             return y if bias is None or weights is None else add_expert_bias(y, bias, groups, weights)
         gate_up = multiply_by_torch(x, gate_up_proj, groups, self.by_row)
@@ -186,18 +182,6 @@ class Experts(OwnOfRank):
         h = self.activation(gate_up, groups.offsets, weights, by_row=self.by_row)
         y = multiply_by_torch(h, down_proj, groups, self.by_row)
         return y if bias is None else add_expert_bias(y, bias, groups, weights)
-
-    def streams_weights(self, x: torch.Tensor, expected_rows: float) -> bool:
-        """Whether kernels/moe/few_rows.cu computes a forward pass over rows like `x`, without weights.
-
-        It has SwiGLU alone, no biases and no gradients.
-        """
-        if torch.compiler.is_compiling() or torch.is_grad_enabled() or self.casts or self.by_row:
-            return False
-        if self.activation != SWIGLU or self.gate_up_proj_bias is not None or self.down_proj_bias is not None:
-            return False
-        products = (self.gate_up_proj, True), (self.down_proj, False)
-        return all(streams_weights(x, self._outputs_first(weight), expected_rows, gated) for weight, gated in products)
 
     def _outputs_first(self, parameter: nn.Parameter) -> torch.Tensor:
         weight = local(parameter)

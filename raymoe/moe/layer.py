@@ -290,7 +290,7 @@ class MoELayer(nn.Module):
         added = () if residual is None else (residual,)
         if self._modules.get(self._shared_name) is None:
             return add(self.routed(x, topk_idx, topk_weights), *added)
-        if self._side is None or not self._shares_gpu(x):
+        if self._side is None or not self.beside or torch.compiler.is_compiling():
             y = self.routed(x, topk_idx, topk_weights)
             return add(y, self._shared(x), *added)
         with self._side.beside(self._shared, x) as beside:
@@ -308,17 +308,6 @@ class MoELayer(nn.Module):
         with torch.autocast(x.device.type, dtype=self.rows_dtype, cache_enabled=False):
             return shared(x)
 
-    def _shares_gpu(self, x: torch.Tensor) -> bool:
-        """Whether the shared expert runs beside the others.
-
-        Few rows do not: with it beside them a layer of 128 tokens took 4769 us, and its parts one after the other 2925
-        (one H200, 128 experts of DeepSeek-V3, 2026-11-24). The cause is probably the L1 cache, through which these
-        products read x: a kernel beside them that has much shared memory leaves little of it.
-        """
-        if not self.beside or torch.compiler.is_compiling():
-            return False
-        return not self.experts.streams_weights(x, self.rows_of_an_expert(len(x)))
-
     def routed(
         self,
         x: torch.Tensor,
@@ -333,8 +322,7 @@ class MoELayer(nn.Module):
                 after_dispatch()
             if self.training:
                 self.row_counts.add(got.expert_offsets, got.expert_counts)
-            expected = self.rows_of_an_expert(len(x))
-            rows = self.experts(got.x, got.expert_offsets, got.expert_counts, got.weights, expected_rows=expected)
+            rows = self.experts(got.x, got.expert_offsets, got.expert_counts, got.weights)
             return combine(self.exchange, rows, got, weighted=False)
         spec, out = self.exchange.spec, None
         if spec.layout == "expert" and spec.depth == 0:
@@ -350,19 +338,9 @@ class MoELayer(nn.Module):
             self.row_counts.add(dispatched.expert_offsets, dispatched.expert_counts)
         # Weights are applied between the products where gradients are needed, which rounds at other places.
         weights = dispatched.weights if self._by_row else None
-        rows = self.experts(
-            expert_major(dispatched),
-            dispatched.expert_offsets,
-            dispatched.expert_counts,
-            weights,
-            expected_rows=self.rows_of_an_expert(len(x)),
-        )
+        places = dispatched.expert_offsets, dispatched.expert_counts
+        rows = self.experts(expert_major(dispatched), *places, weights)
         return self.exchange.combine_unkept(rows, dispatched, weighted=weights is None)
-
-    def rows_of_an_expert(self, tokens: int) -> float:
-        """The rows that an expert gets on average, if every rank has `tokens` tokens."""
-        spec = self.exchange.spec
-        return tokens * spec.topk / spec.local_experts(self.world.size)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Self:
         """Copy the weights; the copy is a layer of the same world and exchange."""

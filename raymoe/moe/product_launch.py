@@ -8,28 +8,22 @@ from __future__ import annotations
 
 import ctypes
 import functools
-from collections.abc import Callable, Hashable
-from typing import TypeVar
+from collections.abc import Hashable
 
 import torch
 
 from raymoe.cuda.launch import Shape
 from raymoe.cuda.params import address_setter
-from raymoe.cuda.tensor_map import EncodedMap, TensorMap
-from raymoe.moe.product_choice import CHOICES
-from raymoe.moe.products import SHARED_BYTES, THREADS, TOKEN_BOXES, Gate, Product, ProductParams, fits
+from raymoe.cuda.tensor_map import EncodedMap
+from raymoe.moe.kept_maps import KeptMaps
+from raymoe.moe.products import SHARED_BYTES, THREADS, TILES, TOKEN_BOXES, Gate, Product, ProductParams, fits, is_dense
 from raymoe.rows.pipe_tensors import ALIGNMENT
 from raymoe.rows.row_launch import RowsDevice, device_of
 
 CAPABILITY = (9, 0)
 """The only one that has `wgmma`."""
-MOST_MAPS = 1024
-"""Maps of weights, and of tokens, that a kind of product keeps; the oldest is dropped first."""
 _ADDRESSES = ("expert_offsets", "expert_counts", "y", "gate_up", "bias", "row_weights", "taken")
 _NO_MAP = EncodedMap((0,) * 16)
-
-
-_Key = TypeVar("_Key", bound=Hashable)
 
 
 def takes(x: torch.Tensor, weight: torch.Tensor, gate: Gate | None) -> bool:
@@ -42,9 +36,9 @@ def takes(x: torch.Tensor, weight: torch.Tensor, gate: Gate | None) -> bool:
         and x.dtype in (torch.bfloat16, torch.float16)
         and experts > 0
         and fits(rows if gate is None else rows // 2, columns)
-        and weight.is_contiguous()
+        and is_dense(weight, gate is not None)
         and weight.data_ptr() % ALIGNMENT == 0
-        and all(tiles is None or tiles.shared_bytes(experts) <= SHARED_BYTES for _, tiles in CHOICES)
+        and TILES.shared_bytes(experts) <= SHARED_BYTES
     )
 
 
@@ -74,7 +68,7 @@ def launch(product: Product) -> None:
 def _kind(product: Product) -> Hashable:
     """Return everything that the kernel, its block and its parameters depend on, besides addresses and rows."""
     tensors = product.gate_up, product.bias, product.row_weights
-    form = product.tiles, product.gate, product.zero_gaps, product.x.dtype
+    form = product.tiles, product.gate, product.zero_gaps, product.x.dtype, product.transposed
     return "product", product.weight.shape, form, tuple(tensor is not None for tensor in tensors)
 
 
@@ -95,10 +89,7 @@ class PreparedProduct:
         self._set_addresses = address_setter(self._fields, ProductParams, _ADDRESSES)
         self._pointers = (ctypes.c_void_p * 1)(ctypes.addressof(self._fields))
         self._pointers_at = ctypes.addressof(self._pointers)
-        self._weight_maps: dict[int, bytes] = {}
-        """The maps of a parameter, by its address."""
-        self._token_maps: dict[tuple[int, int], bytes] = {}
-        """The maps of rows, by their address and number: torch's allocator gives the same addresses again."""
+        self._weight_maps, self._token_maps = KeptMaps(device.gpu), KeptMaps(device.gpu)
 
     def __call__(self, product: Product) -> None:
         """Launch for a product of this kind, which has rows. Of its tensors only their alignment is checked."""
@@ -112,8 +103,8 @@ class PreparedProduct:
         ]
         if (x | weight | addresses[2] | addresses[3]) % ALIGNMENT:
             product.check()
-        weights = _known(self._weight_maps, weight, product.weight_maps)
-        tokens = _known(self._token_maps, (x, len(product.x)), product.token_maps)
+        weights = self._weight_maps.of(weight, product.weight_maps)
+        tokens = self._token_maps.of((x, len(product.x)), product.token_maps)
         stream = self._device.current_stream(self._ordinal)
         blocks = min(self._device.gpu.sms, product.most_tiles)
         one = len(weights) // 2
@@ -123,14 +114,3 @@ class PreparedProduct:
             self._memory[places["tokens"] : places["tokens"] + len(tokens)] = tokens
             self._set_addresses(*addresses, self._device.counter(stream))
             self._launch.enqueue(stream, self._pointers_at, blocks, self._block)
-
-
-def _known(kept: dict[_Key, bytes], key: _Key, maps: Callable[[], tuple[TensorMap, ...]]) -> bytes:
-    """Return the encoded maps of this key, which has all that they depend on; encode them at first."""
-    encoded = kept.get(key)
-    if encoded is None:
-        encoded = b"".join(bytes(each.encoded().packed()) for each in maps())
-        while len(kept) >= MOST_MAPS:
-            kept.pop(next(iter(kept)), None)
-        kept[key] = encoded
-    return encoded

@@ -1,28 +1,26 @@
 """The products of experts as operators of torch, with fakes and gradients.
 
 `multiply_experts` is one product, `gate_experts` one with a gated activation after it. On Hopper product.cu computes
-them, and few_rows.cu where rows are few. Elsewhere, and for sizes that no kernel takes, they are torch's products and
-the functions of `expert_rows`. Gradients are torch's products everywhere.
+them. Elsewhere, and for sizes that it does not take, they are torch's products and the functions of `expert_rows`.
+`product_gradients` has the products of their gradients.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from math import inf
 from typing import Any
 
 import torch
 from torch import Tensor
 
-import raymoe.moe.few_rows as few_rows
 import raymoe.moe.product_launch as product_launch
 import raymoe.rows.activation  # noqa: F401  (registers the gradients of SwiGLU)
 import raymoe.rows.formulas as formulas
 from raymoe.moe.expert_kernels import ActivationForm
 from raymoe.moe.expert_rows import Groups, bias_of_rows, gated_activation, weigh_gradients, zero_gaps
-from raymoe.moe.product_choice import choose
-from raymoe.moe.products import Gate, Product, TileClass
-from raymoe.moe.torch_products import check_dtype, multiply_by_torch, outer_by_torch
+from raymoe.moe.product_gradients import add_weight_gradient, rows_gradient, weight_gradient
+from raymoe.moe.products import Gate, Product
+from raymoe.moe.torch_products import check_dtype, multiply_by_torch
 from raymoe.rows.direct import directly, needs_gradient
 from raymoe.rows.operator_definitions import define
 from raymoe.rows.pipe_tensors import as_dense
@@ -33,21 +31,21 @@ PLAIN = ActivationForm()
 
 @dataclass(frozen=True)
 class Added:
-    """The terms that a product adds to rows times weights, and the caller's knowledge about the rows."""
+    """The terms that a product adds to rows times weights, and what the caller knows about the rows."""
 
     bias: Tensor | None = None
     """[L, N], of each expert."""
     row_weights: Tensor | None = None
     """float32[C]: each result is multiplied by its weight."""
-    expected_rows: float = inf
-    """The rows that an expert has on average, as the caller guesses. It chooses the kernel."""
     by_row: bool = False
     """Whether only kernels compute whose results have the same bits for any number of rows."""
     zero_gaps: bool = True
     """Whether results become zero in gaps where gradients are needed: another product of them needs that."""
     gaps_are_zero: bool = False
     """Whether x, the row weights and the gradients of results are zero in gaps, for the gradients of weights. Otherwise
-    a backward pass makes them so."""
+    a backward pass makes them so where it needs that."""
+    main_grad: Tensor | None = None
+    """float32[L, N, K]: a backward pass adds the gradient of the weight to it, and the weight itself gets none."""
 
 
 def multiply_experts(x: Tensor, weight: Tensor, groups: Groups, added: Added) -> Tensor:
@@ -55,8 +53,7 @@ def multiply_experts(x: Tensor, weight: Tensor, groups: Groups, added: Added) ->
     check_dtype(x)
     tensors = x, weight, groups.offsets, groups.counts, added.bias, added.row_weights
     gradients = _needs_gradient(tensors)
-    numbers = added.expected_rows, added.by_row
-    arguments = *tensors, *numbers, gradients and added.zero_gaps, added.gaps_are_zero
+    arguments = *tensors, added.by_row, gradients and added.zero_gaps, added.gaps_are_zero, added.main_grad
     direct = not gradients and _directly(tensors)
     y: Tensor = _multiply(*arguments) if direct else _ops.grouped_linear(*arguments)
     return y
@@ -78,17 +75,12 @@ def gate_experts(
     check_dtype(x)
     tensors = x, weight, groups.offsets, groups.counts, added.bias, added.row_weights
     gradients = _needs_gradient(tensors)
-    numbers = form.interleaved, form.alpha, form.limit, form.up_plus, added.expected_rows, added.by_row
+    numbers = form.interleaved, form.alpha, form.limit, form.up_plus, added.by_row
     kept, zeroed = gradients or keep_gate_up, gradients and added.zero_gaps
-    arguments = *tensors, *numbers, kept, zeroed, added.gaps_are_zero
+    arguments = *tensors, *numbers, kept, zeroed, added.gaps_are_zero, added.main_grad
     direct = not gradients and _directly(tensors)
     results: tuple[Tensor, Tensor] = _gate(*arguments) if direct else _ops.grouped_gated(*arguments)
     return results
-
-
-def streams_weights(x: Tensor, weight: Tensor, expected_rows: float, gated: bool) -> bool:
-    """Whether few_rows.cu computes such a product, without biases, weights or gradients."""
-    return few_rows.takes(x, weight, gated) and choose(expected_rows, few_rows=True) is None
 
 
 def _needs_gradient(tensors: tuple[Tensor | None, ...]) -> bool:
@@ -99,19 +91,14 @@ def _directly(tensors: tuple[Tensor | None, ...]) -> bool:
     return directly(*(tensor for tensor in tensors if tensor is not None))
 
 
-def _bounded(expected_rows: float, x: Tensor, weight: Tensor) -> float:
-    """Bound a guess by the rows that there is memory for."""
-    return min(expected_rows, len(x) / max(1, weight.shape[0]))
-
-
 # The operators.
 
 _OPERANDS = "Tensor x, Tensor weight, Tensor offsets, Tensor counts, Tensor? bias, Tensor? row_weights"
 _GATE = "bool interleaved, float alpha, float limit, float up_plus"
 _SCHEMAS = {
-    "grouped_linear": f"({_OPERANDS}, float expected_rows, bool by_row, bool zero_gaps, bool gaps_are_zero) -> Tensor",
-    "grouped_gated": f"({_OPERANDS}, {_GATE}, float expected_rows, bool by_row, bool keep_gate_up, bool zero_gaps, "
-    "bool gaps_are_zero) -> (Tensor y, Tensor gate_up)",
+    "grouped_linear": f"({_OPERANDS}, bool by_row, bool zero_gaps, bool gaps_are_zero, Tensor? main_grad) -> Tensor",
+    "grouped_gated": f"({_OPERANDS}, {_GATE}, bool by_row, bool keep_gate_up, bool zero_gaps, "
+    "bool gaps_are_zero, Tensor? main_grad) -> (Tensor y, Tensor gate_up)",
 }
 define(_SCHEMAS)
 _ops: Any = torch.ops.raymoe
@@ -135,7 +122,7 @@ class _Operands:
     def places(self) -> tuple[Tensor, Tensor]:
         return self.offsets, self.counts
 
-    def product(self, gate: Gate | None, tiles: TileClass, keep_gate_up: bool, zero_gaps: bool) -> Product:
+    def product(self, gate: Gate | None, keep_gate_up: bool, zero_gaps: bool) -> Product:
         """Allocate the results, and return the product."""
         x, weight = as_dense(self.x), self.weight
         rows, products = len(x), weight.shape[1]
@@ -152,28 +139,18 @@ class _Operands:
             bias=None if bias is None else as_dense(bias.to(x.dtype)),
             row_weights=None if row_weights is None else as_dense(row_weights.to(torch.float32)),
             zero_gaps=zero_gaps,
-            tiles=tiles,
         )
-
-    def by_few_rows(self, gated: bool) -> Tensor:
-        places = (numbers.to(torch.int32).contiguous() for numbers in self.places)
-        return few_rows.multiply_few_rows(self.x, self.weight, *places, gated=gated)
 
 
 # One product.
 
 
 def _multiply(*arguments: Any) -> Tensor:
-    *tensors, expected_rows, by_row, zeroes_gaps, gaps_are_zero = arguments
+    *tensors, by_row, zeroes_gaps, gaps_are_zero, _main_grad = arguments
     operands = _Operands(*tensors)
-    x, weight, bias, row_weights = operands.x, operands.weight, operands.bias, operands.row_weights
-    few = bias is None and row_weights is None and not zeroes_gaps and few_rows.takes(x, weight, gated=False)
-    tiles = choose(_bounded(expected_rows, x, weight), few and not by_row)
-    if tiles is None:
-        return operands.by_few_rows(gated=False)
-    if not product_launch.takes(x, weight, None):
+    if not product_launch.takes(operands.x, operands.weight, None):
         return _multiply_by_torch(operands, zeroes_gaps and not gaps_are_zero, by_row=by_row)
-    product = operands.product(None, tiles, False, zeroes_gaps)
+    product = operands.product(None, False, zeroes_gaps)
     product_launch.launch(product)
     return product.y
 
@@ -196,20 +173,21 @@ def _fake_multiply(x: Tensor, weight: Tensor, *_: object) -> Tensor:
 
 
 def _save_for_product(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:  # noqa: ARG001  (torch gives it by name)
-    *tensors, _expected_rows, _by_row, _zeroes_gaps, ctx.gaps_are_zero = inputs
+    # Backward passes of other micro-batches may write to main_grad before this one, so it is no saved tensor.
+    *tensors, _by_row, _zeroes_gaps, ctx.gaps_are_zero, ctx.main_grad = inputs
     ctx.save_for_backward(*tensors)
 
 
 def _product_backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
     x, weight, offsets, counts, bias, row_weights = ctx.saved_tensors
     needs_x, needs_weight, _, _, needs_bias, needs_row_weights, *_ = ctx.needs_input_grad
-    groups = Groups(offsets, counts)
-    if not ctx.gaps_are_zero:
-        dy, x = zero_gaps(dy, groups), zero_gaps(x, groups)
+    groups, clean = Groups(offsets, counts), ctx.gaps_are_zero
+    if not clean and (row_weights is not None or not product_launch.has_kernel(dy)):
+        dy, x, clean = zero_gaps(dy, groups), zero_gaps(x, groups), True
         row_weights = None if row_weights is None else zero_gaps(row_weights[:, None], groups)[:, 0]
     dx = d_weights = None
     if needs_x or needs_row_weights:
-        dx = multiply_by_torch(dy, weight.transpose(1, 2), groups)
+        dx = rows_gradient(dy, weight, groups, gaps_are_zero=clean)
     if row_weights is not None and dx is not None:
         # The gradient of a weight is the sum of dy times its product, which is that of dx times x.
         d_weights = weigh_gradients(dx, row_weights, offsets, x.contiguous() if needs_row_weights else None)
@@ -218,31 +196,34 @@ def _product_backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
     d_weight = None
     if needs_weight:
         weighted = x if row_weights is None else (formulas.wide(x) * row_weights[:, None]).to(x.dtype)
-        d_weight = outer_by_torch(dy, weighted, groups)
+        d_weight = _weight_gradient(ctx.main_grad, dy, weighted, groups, clean)
     d_bias = _ops.expert_sums(dy, offsets, counts, row_weights).to(bias.dtype) if needs_bias else None
     return dx if needs_x else None, d_weight, None, None, d_bias, d_weights if needs_row_weights else None, *_NONE[:4]
 
 
-_NONE = (None,) * 8
+def _weight_gradient(main_grad: Tensor | None, dy: Tensor, x: Tensor, groups: Groups, clean: bool) -> Tensor | None:
+    """Return the gradient of a weight; None if it was added to `main_grad`. `clean`: gaps are zero."""
+    if main_grad is None:
+        return weight_gradient(dy, x, groups, gaps_are_zero=clean)
+    add_weight_gradient(main_grad, dy, x, groups, gaps_are_zero=clean)
+    return None
+
+
+_NONE = (None,) * 9
 
 
 # A product and a gated activation.
 
 
 def _gate(*arguments: Any) -> tuple[Tensor, Tensor]:
-    *operands_and_form, expected_rows, by_row, keep_gate_up, zeroes_gaps, gaps_are_zero = arguments
+    *operands_and_form, by_row, keep_gate_up, zeroes_gaps, gaps_are_zero, _main_grad = arguments
     operands, form = _Operands(*operands_and_form[:6]), ActivationForm(*operands_and_form[6:])
     x, weight = operands.x, operands.weight
     gate = Gate(form.interleaved, form.alpha, form.limit, form.up_plus)
-    few = operands.bias is None and operands.row_weights is None and not keep_gate_up and not zeroes_gaps
-    few = few and form == PLAIN and few_rows.takes(x, weight, gated=True)
-    tiles = choose(_bounded(expected_rows, x, weight), few and not by_row)
-    if tiles is None:
-        return operands.by_few_rows(gated=True), x.new_empty(0)
     if not product_launch.takes(x, weight, gate):
         zeroed = zeroes_gaps and not gaps_are_zero
         return _gate_by_torch(operands, form, keep_gate_up, zeroed, by_row=by_row)
-    product = operands.product(gate, tiles, keep_gate_up, zeroes_gaps)
+    product = operands.product(gate, keep_gate_up, zeroes_gaps)
     product_launch.launch(product)
     return product.y, x.new_empty(0) if product.gate_up is None else product.gate_up
 
@@ -273,14 +254,14 @@ def _swiglu(gate_up: Tensor, groups: Groups, row_weights: Tensor | None) -> Tens
 
 
 def _fake_gate(x: Tensor, weight: Tensor, *others: Any) -> tuple[Tensor, Tensor]:
-    *_, keep_gate_up, _zero_gaps, _gaps_are_zero = others
+    *_, keep_gate_up, _zero_gaps, _gaps_are_zero, _main_grad = others
     rows, products = x.shape[0], weight.shape[1]
     return x.new_empty(rows, products // 2), x.new_empty(rows, products) if keep_gate_up else x.new_empty(0)
 
 
 def _save_for_gate(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
     x, weight, offsets, counts, bias, row_weights, *numbers = inputs
-    *ctx.numbers, _expected_rows, _by_row, _keep_gate_up, _zeroes_gaps, ctx.gaps_are_zero = numbers
+    *ctx.numbers, _by_row, _keep_gate_up, _zeroes_gaps, ctx.gaps_are_zero, ctx.main_grad = numbers
     ctx.bias_dtype = None if bias is None else bias.dtype
     ctx.mark_non_differentiable(output[1])
     ctx.set_materialize_grads(False)
@@ -294,13 +275,14 @@ def _gate_backward(ctx: Any, dy: Tensor | None, _gate_up: None) -> tuple[Tensor 
     needs_x, needs_weight, _, _, needs_bias, needs_row_weights, *_ = ctx.needs_input_grad
     groups, form = Groups(offsets, counts), ActivationForm(*ctx.numbers)
     plain = form == PLAIN and ctx.gaps_are_zero and ctx.bias_dtype is None
-    if not ctx.gaps_are_zero:
+    clean = ctx.gaps_are_zero or not product_launch.has_kernel(dy)
+    if clean and not ctx.gaps_are_zero:
         x = zero_gaps(x, groups)
     d_gate_up, d_weights = _activation_gradients(dy, gate_up, groups, form, row_weights, plain)
-    dx = multiply_by_torch(d_gate_up, weight.transpose(1, 2), groups) if needs_x else None
-    d_weight = outer_by_torch(d_gate_up, x, groups) if needs_weight else None
+    dx = rows_gradient(d_gate_up, weight, groups, gaps_are_zero=True) if needs_x else None
+    d_weight = _weight_gradient(ctx.main_grad, d_gate_up, x, groups, clean) if needs_weight else None
     d_bias = _ops.expert_sums(d_gate_up, offsets, counts, None).to(ctx.bias_dtype) if needs_bias else None
-    return dx, d_weight, None, None, d_bias, d_weights if needs_row_weights else None, *_NONE, None
+    return dx, d_weight, None, None, d_bias, d_weights if needs_row_weights else None, *_NONE
 
 
 def _activation_gradients(

@@ -7,7 +7,7 @@ has. docs/products.md says when that pays.
 from __future__ import annotations
 
 import ctypes
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from math import inf
 from typing import Annotated
 
@@ -20,12 +20,15 @@ from raymoe.errors import ConfigError
 from raymoe.rows.pipe_tensors import ALIGNMENT
 
 THREADS = 384
-COLUMNS = 64
-"""Columns of a stage."""
+ROW_BYTES = 128
+"""Of a row of weights or tokens in a stage."""
 HALF_ROWS = 128
 """Rows of weights in each half of a tile."""
+PIECE = 64
+"""Outputs of transposed weights in a box."""
 TOKEN_BOXES = (64, 32, 16, 8)
 SHARED_BYTES = 227 << 10
+ELEMENTS = {torch.bfloat16: "bfloat16", torch.float16: "float16", torch.float8_e4m3fn: "uint8"}
 OUTPUT_STEP, COLUMN_STEP = 16, 8
 """Outputs and columns of a weight are multiples of these."""
 
@@ -36,12 +39,10 @@ class TileClass:
 
     tokens: int
     stages: int
-    at_once: bool = False
-    """Whether a stage is given back before the next one is multiplied, which pays where memory bounds the product."""
 
     @property
     def stage_bytes(self) -> int:
-        return (2 * HALF_ROWS + self.tokens) * COLUMNS * 2
+        return (2 * HALF_ROWS + self.tokens) * ROW_BYTES
 
     def shared_bytes(self, experts: int) -> int:
         """The stages, their barriers, two records of tiles with theirs, and the first tile of each expert.
@@ -52,7 +53,8 @@ class TileClass:
         return self.stages * (self.stage_bytes + 16) + 2 * (16 + 32) + 4 * (experts + 1)
 
 
-FEW, SOME, MANY = TileClass(96, 5, at_once=True), TileClass(176, 4, at_once=True), TileClass(176, 4)
+TILES = TileClass(176, 4)
+"""The class that is the fastest from one row of an expert to thousands (docs/products.md)."""
 
 
 @dataclass(frozen=True)
@@ -96,6 +98,8 @@ class Gate:
 class Product:
     """x[C, K] times weight[L, N, K], of bfloat16 or float16. The offsets are int32[L + 1], the counts int32[L].
 
+    `weight` is contiguous; or, without a gate, its `weight.transpose(1, 2)` is.
+
     Without a gate y is [C, N]. With one, N is gate and up rows, y is [C, N / 2], and `gate_up`, [C, N], takes the
     products. `bias` is [L, N], `row_weights` float32[C]. With `zero_gaps` a gap becomes zeros up to a multiple of 16.
     """
@@ -110,15 +114,24 @@ class Product:
     bias: torch.Tensor | None = None
     row_weights: torch.Tensor | None = None
     zero_gaps: bool = False
-    tiles: TileClass = field(default=MANY)
+    tiles: TileClass = TILES
 
     @property
     def outputs(self) -> int:
         return self.weight.shape[1] // (1 if self.gate is None else 2)
 
     @property
-    def half(self) -> bool:
-        return self.x.dtype is torch.float16
+    def transposed(self) -> bool:
+        return not self.weight.is_contiguous()
+
+    @property
+    def element(self) -> str:
+        """The type of operands for tensor maps."""
+        return ELEMENTS[self.x.dtype]
+
+    @property
+    def _stage_columns(self) -> int:
+        return ROW_BYTES // self.x.element_size()
 
     @property
     def most_tiles(self) -> int:
@@ -135,15 +148,15 @@ class Product:
     def source(self) -> KernelSource:
         """Return the build for this product."""
         switches = {
-            "GIVE_BACK_AT_ONCE": self.tiles.at_once,
             "GATED_ROWS": self.gate is not None,
             "INTERLEAVED": self.gate is not None and self.gate.interleaved,
+            "TRANSPOSED_WEIGHTS": self.transposed,
             "GENERAL_GATE": self.gate is not None and self.gate.general,
             "STORES_GATE_UP": self.gate_up is not None,
             "BIASED_ROWS": self.bias is not None,
             "WEIGHTED_ROWS": self.row_weights is not None,
             "ZERO_GAPS": self.zero_gaps,
-            "HALF_FLOATS": self.half,
+            "HALF_FLOATS": self.element == "float16",
         }
         defines = [("MOST_TOKENS", str(self.tiles.tokens)), ("PRODUCT_STAGES", str(self.tiles.stages))]
         defines += [(name, "1") for name, wanted in switches.items() if wanted]
@@ -156,22 +169,27 @@ class Product:
     def weight_maps(self) -> tuple[TensorMap, TensorMap]:
         """Return the maps of both halves of the weights: gate and up, or twice the whole."""
         experts, rows, columns = self.weight.shape
+        if self.transposed:
+            output_bytes = rows * self.weight.element_size()
+            sizes, strides = (rows, columns, experts), (output_bytes, columns * output_bytes)
+            whole = TensorMap(self.weight.data_ptr(), sizes, strides, (PIECE, self._stage_columns, 1), self.element)
+            return whole, whole
         row_bytes = columns * self.weight.element_size()
         interleaved = self.gate is not None and self.gate.interleaved
         between = 2 * row_bytes if interleaved else row_bytes
         sizes = (columns, self.outputs, experts)
-        strides, box = (between, rows * row_bytes), (COLUMNS, HALF_ROWS, 1)
+        strides, box = (between, rows * row_bytes), (self._stage_columns, HALF_ROWS, 1)
         up = 0 if self.gate is None else row_bytes if interleaved else self.outputs * row_bytes
         at = self.weight.data_ptr()
-        first, second = (TensorMap(address, sizes, strides, box, self.half) for address in (at, at + up))
+        first, second = (TensorMap(address, sizes, strides, box, self.element) for address in (at, at + up))
         return first, second
 
     def token_maps(self) -> tuple[TensorMap, ...]:
         """Return the maps of the tokens, by boxes of 64, 32, 16 and 8 rows."""
         rows, columns = self.x.shape
-        strides = (columns * self.x.element_size(),)
+        strides, width = (columns * self.x.element_size(),), self._stage_columns
         return tuple(
-            TensorMap(self.x.data_ptr(), (columns, rows), strides, (COLUMNS, box_rows), self.half)
+            TensorMap(self.x.data_ptr(), (columns, rows), strides, (width, box_rows), self.element)
             for box_rows in TOKEN_BOXES
         )
 
@@ -210,6 +228,16 @@ class Product:
             limit=gate.limit,
             up_plus=gate.up_plus,
         )
+
+
+def is_dense(weight: torch.Tensor, gated: bool) -> bool:
+    """Whether the kernel takes the strides of a weight.
+
+    >>> weight = torch.empty(2, 16, 8)
+    >>> is_dense(weight, True), is_dense(weight.transpose(1, 2), False), is_dense(weight.transpose(1, 2), True)
+    (True, True, False)
+    """
+    return weight.is_contiguous() or (not gated and weight.transpose(1, 2).is_contiguous())
 
 
 def fits(outputs: int, columns: int) -> bool:

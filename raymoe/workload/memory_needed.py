@@ -178,7 +178,7 @@ def rows_bytes(job: Job) -> int:
 
 # Memory of the products of experts.
 
-_RESULTS = 11
+_RESULTS = 17
 """Results that workload products holds: one for the graph of each system, and those of the last eager calls."""
 _GAP = 128
 """Rows up to which DeepGEMM pads an expert."""
@@ -189,7 +189,7 @@ def products_bytes(job: Job) -> int:
 
     >>> from raymoe.config import load_job
     >>> [round(products_bytes(case.job) / 2**30) for case in load_job("bench_products").cases()[-4:]]
-    [13, 17, 26, 47]
+    [28, 29, 38, 70]
     """
     shape, section = job.shape, job.products
     experts, item = shape.experts // job.world.ranks, ITEM_BYTES[section.dtype]
@@ -198,8 +198,12 @@ def products_bytes(job: Job) -> int:
     held = []
     for columns, products in ((shape.hidden, 2 * shape.ffn), (shape.ffn, shape.hidden)):
         copied = experts * products * columns * item  # the copy has as many bytes as the weights
+        quantised = (experts * products + rows) * columns if section.dtype == "bfloat16" else 0
         exact = 3 * products * columns * ITEM_BYTES["float32"] * 2 if job.steps.verify else 0
-        held.append(2 * copied + rows * (3 * columns + _RESULTS * products) * item + exact)
+        held.append(2 * copied + quantised + rows * (3 * columns + _RESULTS * products) * item + exact)
+    gradients = experts * 2 * shape.ffn * shape.hidden  # by two systems, one more before it is added, and the copy
+    kept = gradients * (4 * item + ITEM_BYTES["float32"]) + gradients * (1 + item)  # the last are to verify
+    held.append(kept + 2 * rows * (shape.hidden + 2 * shape.ffn) * item)
     return max(held)
 
 

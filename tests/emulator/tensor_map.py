@@ -19,12 +19,12 @@ def emulated_map(tensor: TensorMap) -> EncodedMap:
     assert all(0 < size <= 1 << 32 for size in tensor.sizes)
     assert all(stride % 16 == 0 and stride < 1 << 40 for stride in tensor.strides)
     assert all(0 < extent <= MOST_BOX for extent in tensor.box)
-    assert tensor.box[0] * 2 == SWIZZLE_BYTES
+    assert tensor.box[0] * tensor.element_bytes == SWIZZLE_BYTES
     fill = (0,) * (_MOST_DIMENSIONS - dimensions)
-    form = f"=QQII{_MOST_DIMENSIONS}I{_MOST_DIMENSIONS}I{_MOST_DIMENSIONS - 1}Q"
+    form = f"=QQIIII{_MOST_DIMENSIONS}I{_MOST_DIMENSIONS}I{_MOST_DIMENSIONS - 1}Q"
     packed = struct.pack(
         form,
-        *(_MARK, tensor.address, dimensions, SWIZZLE_BYTES),
+        *(_MARK, tensor.address, dimensions, SWIZZLE_BYTES, tensor.element_bytes, 0),
         *(*tensor.sizes, *fill),
         *(*tensor.box, *fill),
         *(*tensor.strides, *fill),

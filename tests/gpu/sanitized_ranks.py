@@ -186,12 +186,13 @@ def streams_on_all_sms(_world: World, hidden: int) -> None:
 
 
 def layer_kernels(_world: World) -> None:
-    """Run the router's kernels, the products of experts with few rows, and the kernels over rows of experts."""
+    """Run the router's kernels, the products of experts and their gradients, and the kernels over rows of experts."""
     import torch
 
+    from raymoe.moe import grouped_linear, product_launch
     from raymoe.moe.expert_kernels import ActivationForm
-    from raymoe.moe.few_rows import multiply_few_rows
     from tests.gpu import test_expert_rows_gpu as expert_rows
+    from tests.gpu import test_product_gradients_gpu as gradients
     from tests.gpu import test_router_gpu as router
 
     for name in ("deepseek_v3", "gpt_oss"):
@@ -200,10 +201,16 @@ def layer_kernels(_world: World) -> None:
     router.test_logits_and_their_gradients_are_those_of_float64(130, torch.bfloat16)
     counts, offsets = (torch.tensor(each, dtype=torch.int32, device="cuda") for each in ([0, 1, 16], [0, 0, 8, 24]))
     x, weight = (torch.randn(shape, device="cuda").bfloat16() for shape in ((24, 96), (3, 64, 96)))
-    y = multiply_few_rows(x, weight, offsets, counts, gated=False)
+    y = grouped_linear(x, weight, offsets, counts)
     for begin, count, its in zip(offsets.tolist(), counts.tolist(), weight, strict=False):
         wanted = x[begin : begin + count].double() @ its.double().T
         torch.testing.assert_close(y[begin : begin + count].double(), wanted, rtol=2**-7, atol=2**-5)
+    if torch.cuda.get_device_capability() == product_launch.CAPABILITY:
+        for tiles in gradients.CLASSES:
+            gradients.test_gradients_of_rows(tiles, 72, 272, torch.bfloat16)
+            gradients.test_transposed_weights_give_the_same_bits(tiles)
+        gradients.test_gradients_of_weights(200, 328, torch.bfloat16)
+        gradients.test_sums_of_small_integers_are_exact((63, 64, 65, 127, 128, 129))
     for form in (ActivationForm(interleaved=True, alpha=1.702, limit=1.5, up_plus=1.0), ActivationForm()):
         expert_rows.test_gated_activations_and_their_gradients_equal_the_formula(64, form, biased=True, weighted=True)
     expert_rows.test_gradients_of_biases_are_near_float64_and_equal_in_five_runs("eager")

@@ -1,4 +1,4 @@
-"""Both products of experts with few rows, in a CUDA graph: few_rows.cu, and grouped_mm with SwiGLU between."""
+"""Both products of experts with few rows, in a CUDA graph: raymoe's, and grouped_mm with SwiGLU between."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-from raymoe.moe import few_rows, swiglu  # noqa: E402
+from raymoe.moe import grouped_linear, grouped_swiglu, swiglu  # noqa: E402
 from tests.gpu.ranks import NEEDS_GPU  # noqa: E402
 
 pytestmark = [*NEEDS_GPU, pytest.mark.perf]
@@ -71,15 +71,14 @@ def test_few_rows_take_less_time_than_grouped_products(clock: Any, shape: str, r
         h = swiglu(product(x, gate_up.transpose(1, 2), offs=offsets[1:]), offsets)
         return product(h, down.transpose(1, 2), offs=offsets[1:])
 
-    def streamed() -> torch.Tensor:
-        h = few_rows.multiply_few_rows(x, gate_up, offsets, counts, gated=True)
-        return few_rows.multiply_few_rows(h, down, offsets, counts, gated=False)
+    def by_kernels() -> torch.Tensor:
+        return grouped_linear(grouped_swiglu(x, gate_up, offsets, counts), down, offsets, counts)
 
     starts = zip(offsets[:-1].tolist(), counts.tolist(), strict=True)
     there = torch.cat([torch.arange(n, device="cuda") + start for start, n in starts])
-    found, wanted = streamed()[there].float(), grouped()[there].float()
+    found, wanted = by_kernels()[there].float(), grouped()[there].float()
     assert float((found - wanted).abs().max()) <= 2**-6 * float(wanted.abs().max())
-    took, theirs = us_of(clock, streamed), us_of(clock, grouped)
+    took, theirs = us_of(clock, by_kernels), us_of(clock, grouped)
     least = int((counts > 0).sum()) * 3 * H * F * 2 / COPY_TBPS / 1e6
     print(
         f"{shape}, rows {rows or 'one of 8 experts'}: {took:.1f} us, grouped_mm {theirs:.1f}, weights alone {least:.1f}"

@@ -53,7 +53,10 @@ BARS = (
     Bar("equal", 512, "grouped_mm", 0.98),
     Bar("equal", 1024, "grouped_mm", 0.98),
     Bar("hot", 1024, "grouped_mm", 1 / 1.1),
-    Bar("equal", 8, "few_rows", 1 / 1.02),
+    Bar("uniform", 256, "grouped_mm", 1.3, ("dw",)),
+    Bar("uniform", 1024, "grouped_mm", 1.1, ("dw",)),
+    Bar("uniform", 256, "grouped_mm", 1.3, ("dx",)),
+    Bar("uniform", 1024, "grouped_mm", 1.05, ("dx",)),
 )
 SWIGLU = 1.02
 """The most that up with SwiGLU takes, in times of up alone."""
@@ -103,3 +106,11 @@ def test_products_reach_their_bars(world: World, bar: Bar) -> None:
 def test_swiglu_costs_next_to_nothing(world: World, rows: int) -> None:
     us = times(world, "equal", rows)
     assert us["up_swiglu", "raymoe"] <= SWIGLU * us["up", "raymoe"]
+
+
+@pytest.mark.timeout(300)
+def test_sums_of_gradients_in_float32_need_no_second_pass(world: World) -> None:
+    us = times(world, "uniform", 1024)
+    print({system: round(us["dw", system], 1) for system in ("raymoe", "added", "grouped_mm", "grouped_mm_added")})
+    assert us["dw", "added"] <= 0.6 * us["dw", "grouped_mm_added"]
+    assert us["dw", "added"] <= 1.2 * us["dw", "raymoe"]

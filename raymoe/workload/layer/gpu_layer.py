@@ -158,16 +158,15 @@ class GpuLayerStep:
                 out = torch.empty(spec.rows(self.world.size), spec.hidden, dtype=x.dtype, device=x.device)
             dispatched = exchange.dispatch(h, ids, weights, None, out, zero_gaps=False)
             rows = expert_major(dispatched).clone()
-            few = layer.rows_of_an_expert(len(x))
             groups = dispatched.expert_offsets, dispatched.expert_counts
-            results = layer.experts(rows, *groups, expected_rows=few)
+            results = layer.experts(rows, *groups)
             exchange.combine(results, dispatched)
             self._settle()
         works: dict[str, Callable[[], object]] = {
             "norm": lambda: layer.norm(x),
             "router": lambda: layer.gate(h),
             "dispatch": lambda: exchange.dispatch(h, ids, weights, None, out, zero_gaps=self.passes.backward),
-            "experts": lambda: layer.experts(rows, *groups, expected_rows=few),
+            "experts": lambda: layer.experts(rows, *groups),
             "combine": lambda: exchange.combine(results, dispatched),
         }
         if self.passes.shared:

@@ -12,7 +12,7 @@ from raymoe.memory.world import World
 from raymoe.workload.clock import TimedOp
 from raymoe.workload.pointwise.gpu_clock import TorchGraphClock
 from raymoe.workload.pointwise.operations import poison
-from raymoe.workload.products.systems import Prepared
+from raymoe.workload.products.prepared import Prepared
 
 
 class GpuClock:

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import importlib
 from collections.abc import Callable
-from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -15,38 +14,16 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from raymoe.errors import RaymoeError
-from raymoe.moe import few_rows, product_launch
+from raymoe.moe import product_launch
+from raymoe.moe.expert_rows import Groups
 from raymoe.moe.grouped import grouped_linear, grouped_swiglu
-from raymoe.moe.product_choice import CHOICES
+from raymoe.moe.product_gradients import rows_gradient
 from raymoe.moe.products import Gate, Product, TileClass
 from raymoe.rows.activation import swiglu
+from raymoe.workload.products import gradient_systems
+from raymoe.workload.products.prepared import Compute, Prepared, Unavailable, by_places
+from raymoe.workload.products.systems_fp8 import FP8_SYSTEMS, OURS_FP8
 from raymoe.workload.products.tasks import Task, error_between, padded_places
-
-Compute = Callable[[], Tensor]
-
-
-class Unavailable(RaymoeError):  # noqa: N818 - it says what happened
-    """A system cannot compute a product here. The message says why."""
-
-
-@dataclass(frozen=True)
-class Prepared:
-    """A function that computes on the current stream, and one that returns the error of its result."""
-
-    compute: Compute
-    error: Callable[[Tensor], float]
-
-
-def _by_places(task: Task, compute: Compute) -> Prepared:
-    """A system whose result has the rows of x in their places."""
-
-    def error(y: Tensor) -> float:
-        if not bool(y[task.own].isfinite().all()):
-            return torch.inf
-        return error_between(y[task.checked], task.want)
-
-    return Prepared(compute, error)
 
 
 def _gated_if(task: Task, compute: Compute) -> Compute:
@@ -60,19 +37,10 @@ def _gated_if(task: Task, compute: Compute) -> Compute:
 def _raymoe(task: Task) -> Prepared:
     function: Any = grouped_swiglu if task.gated else grouped_linear
     given = task.x, task.weight, task.offsets, task.counts
-    return _by_places(task, lambda: function(*given, expected_rows=task.sizes.mean))
-
-
-def _few_rows(task: Task) -> Prepared:
-    if not few_rows.takes(task.x, task.weight, task.gated):
-        raise Unavailable("few_rows.cu needs a GPU of compute capability 9.0 or newer, bfloat16, and sizes that fit")
-    if task.sizes.mean > MOST_FEW_ROWS:
-        raise Unavailable(f"few_rows.cu is measured up to {MOST_FEW_ROWS} rows of an expert on average")
-    given = task.x, task.weight, task.offsets, task.counts
-    return _by_places(task, lambda: few_rows.multiply_few_rows(*given, gated=task.gated))
-
-
-MOST_FEW_ROWS = 128
+    if task.op == "dx":
+        weight, groups = task.weight.transpose(1, 2), Groups(task.offsets, task.counts)
+        return by_places(task, lambda: rows_gradient(task.x, weight, groups))
+    return by_places(task, lambda: function(*given))
 
 
 def _class(tiles: TileClass, task: Task) -> Prepared:
@@ -82,15 +50,15 @@ def _class(tiles: TileClass, task: Task) -> Prepared:
 
     def compute() -> Tensor:
         y = task.x.new_empty(len(task.x), task.sizes.outputs(task.op))
-        product_launch.launch(Product(task.x, task.weight, task.offsets, task.counts, y, gate, tiles=tiles))
+        given = task.x, task.weight, task.offsets, task.counts, y, gate
+        product_launch.launch(Product(*given, zero_gaps=task.op == "dx", tiles=tiles))
         return y
 
-    return _by_places(task, compute)
+    return by_places(task, compute)
 
 
-def name_of(tiles: TileClass) -> str:
-    """Name the system that computes by one class of product.cu."""
-    return f"product_{tiles.tokens}" + ("_at_once" if tiles.at_once else "")
+OTHER_CLASSES = (TileClass(96, 5), TileClass(128, 4))
+"""Smaller tiles of product.cu than those that every product takes."""
 
 
 # torch.
@@ -101,7 +69,7 @@ def _grouped_mm(task: Task) -> Prepared:
         raise Unavailable(f"torch makes the host wait where grouped_mm multiplies {task.sizes.dtype}")
     product: Any = functional.grouped_mm
     weight, ends = task.weight.transpose(1, 2), task.offsets[1:]
-    return _by_places(task, _gated_if(task, lambda: product(task.x, weight, offs=ends)))
+    return by_places(task, _gated_if(task, lambda: product(task.x, weight, offs=ends)))
 
 
 def _dense(task: Task) -> Prepared:
@@ -193,16 +161,38 @@ def _copy(task: Task) -> Prepared:
 # All of them.
 
 OURS, COPY = "raymoe", "copy"
-CLASSES = {name_of(tiles): partial(_class, tiles) for _, tiles in CHOICES if tiles is not None}
-OWN = (OURS, "few_rows", *CLASSES, COPY)
+CLASSES = {f"product_{tiles.tokens}": partial(_class, tiles) for tiles in OTHER_CLASSES}
+OWN = (OURS, *CLASSES, "added", *OURS_FP8, COPY)
 """The systems that must work: what they do wrong ends the run."""
-
-SYSTEMS: dict[str, Callable[[Task], Prepared]] = {
+_BY_ROWS: dict[str, Callable[[Task], Prepared]] = {
     OURS: _raymoe,
-    "few_rows": _few_rows,
     **CLASSES,
     "grouped_mm": _grouped_mm,
     "dense": _dense,
     "deep_gemm": _deep_gemm,
+}
+_OF_WEIGHTS = {
+    OURS: gradient_systems.by_raymoe,
+    "grouped_mm": gradient_systems.by_torch,
+    "added": gradient_systems.added_by_raymoe,
+    "grouped_mm_added": gradient_systems.added_by_torch,
+}
+
+
+def _prepared(name: str, task: Task) -> Prepared:
+    if task.op != "dw":
+        if name not in _BY_ROWS:
+            raise Unavailable("it adds gradients of weights, which this operation has none of")
+        return _BY_ROWS[name](task)
+    if name not in _OF_WEIGHTS:
+        raise Unavailable("it computes no gradients of weights")
+    if name.startswith("grouped_mm") and task.on_gpu and task.x.dtype != torch.bfloat16:
+        raise Unavailable(f"torch makes the host wait where grouped_mm multiplies {task.sizes.dtype}")
+    return Prepared(*_OF_WEIGHTS[name](task))
+
+
+SYSTEMS: dict[str, Callable[[Task], Prepared]] = {
+    **{name: partial(_prepared, name) for name in dict.fromkeys((*_BY_ROWS, *_OF_WEIGHTS))},
     COPY: _copy,
+    **FP8_SYSTEMS,
 }

@@ -8,38 +8,62 @@
 
 namespace emulator {
 
+using raymoe::ptx::OperandForm;
+
 namespace {
 
 constexpr u32 WARPS = 4, PART_ROWS = 16, PART_COLUMNS = 16;
+constexpr u32 MOST_DEPTH = 2 * PART_COLUMNS;  // of 8-bit operands
 constexpr u32 UNDEFINED = 0x7FBFDEAD;  // a signalling NaN, which arithmetic changes to a quiet one
 constexpr u32 SM_REGISTERS = 65536;
 
 // ---- operands -------------------------------------------------------------------------------------------------------
 
-// Rows of 16 elements in shared memory, as a descriptor says.
+// Rows of 16 elements in shared memory, as a descriptor says. 16 bytes of it are 8 columns of a row; of a transposed
+// operand they are 8 rows of a column. Two 8-bit columns count as one here.
 struct Operand {
-    u32 begin, group_stride;  // bytes between groups of 8 rows
+    u32 begin, group_stride;  // bytes between groups of 8 rows; transposed: of 8 columns
+    u32 rows_stride;          // transposed: bytes between groups of 64 rows
+    bool transposed;
 
-    explicit Operand(u64 descriptor)
-        : begin((descriptor & 0x3FFF) * 16), group_stride((descriptor >> 32 & 0x3FFF) * 16) {}
+    Operand(u64 descriptor, bool is_transposed)
+        : begin((descriptor & 0x3FFF) * 16),
+          group_stride((descriptor >> 32 & 0x3FFF) * 16),
+          rows_stride((descriptor >> 16 & 0x3FFF) * 16),
+          transposed(is_transposed) {}
 
-    // Half a row: 16 bytes.
-    u32 piece(u32 row, u32 half) const {
-        const u32 linear = begin + row / 8 * group_stride + row % 8 * 128 + half * 16;
+    // The 16 bytes that hold an element.
+    u32 piece(u32 row, u32 column) const {
+        const u32 linear = transposed ? begin + row / 64 * rows_stride + column / 8 * group_stride + column % 8 * 128 +
+                                            row % 64 / 8 * 16
+                                      : begin + row / 8 * group_stride + row % 8 * 128 + column / 8 * 16;
         return linear ^ (linear >> 7 & 7) << 4;
+    }
+
+    u32 element(u32 row, u32 column) const { return piece(row, column) + (transposed ? row : column) % 8 * 2; }
+
+    // Calls `visit` with the place of all 16 bytes of some rows, and with their number.
+    template <typename Visit>
+    void each_piece(u32 first, u32 rows, const Visit& visit) const {
+        u32 number = 0;
+        for (u32 row = first; row < first + rows; row += transposed ? 8 : 1) {
+            for (u32 column = 0; column < PART_COLUMNS; column += transposed ? 1 : 8) {
+                visit(piece(row, column), number++);
+            }
+        }
     }
 };
 
-void check_descriptor(u64 descriptor, u32 rows) {
+void check_descriptor(u64 descriptor, bool transposed, u32 rows) {
     if (descriptor >> 62 != 1 || (descriptor >> 49 & 7) != 0) {
         machine->fail("the emulator supports only wgmma descriptors with the 128-byte swizzle and no base offset");
     }
-    const Operand operand{descriptor};
-    for (u32 row = 0; row < rows; ++row) {
-        if (std::max(operand.piece(row, 0), operand.piece(row, 1)) + 16 > self()->block->shared_bytes) {
-            machine->fail("wgmma reads row " + std::to_string(row) + " after the end of shared memory");
+    Operand{descriptor, transposed}.each_piece(0, rows, [](u32 at, u32 number) {
+        if (at + LINE > self()->block->shared_bytes) {
+            machine->fail("wgmma reads 16 bytes, number " + std::to_string(number) +
+                          " of an operand, after the end of shared memory");
         }
-    }
+    });
 }
 
 float element(const u8* at, bool half) {
@@ -48,9 +72,27 @@ float element(const u8* at, bool half) {
     return half ? raymoe::ptx::from_f16(bits) : __uint_as_float(static_cast<u32>(bits) << 16);
 }
 
-void read_row(const Block& block, const Operand& operand, u32 row, bool half_floats, float* into) {
-    for (u32 i = 0; i < PART_COLUMNS; ++i) {
-        into[i] = element(block.shared + operand.piece(row, i / 8) + i % 8 * 2, half_floats);
+// All 8-bit floats, because converting each operand anew would take most of the time.
+const float* e4m3_values() {
+    static const std::vector<float> values = [] {
+        std::vector<float> made(256);
+        for (u32 i = 0; i < 256; i += 4) {
+            raymoe::ptx::from_e4m3x4(i * 0x01010101u + 0x03020100u, &made[i]);
+        }
+        return made;
+    }();
+    return values.data();
+}
+
+void read_row(const Block& block, const Operand& operand, u32 row, OperandForm form, float* into) {
+    for (u32 column = 0; column < PART_COLUMNS; ++column) {
+        const u8* at = block.shared + operand.element(row, column);
+        if (form.e4m3) {
+            into[2 * column] = e4m3_values()[at[0]];
+            into[2 * column + 1] = e4m3_values()[at[1]];
+        } else {
+            into[column] = element(at, form.half);
+        }
     }
 }
 
@@ -64,16 +106,20 @@ u32 first_row(const Warp& warp) {
 void multiply(Part& part) {
     part.done = true;
     const u32 others = part.step.number;
-    float row[PART_ROWS][PART_COLUMNS], other[PART_COLUMNS];
+    const OperandForm form = part.step.form;
+    const u32 depth = form.e4m3 ? MOST_DEPTH : PART_COLUMNS;
+    const Operand rows{part.step.rows, form.transposed_rows}, columns{part.step.others, form.transposed_others};
+    float row[PART_ROWS][MOST_DEPTH], other[MOST_DEPTH];
     for (u32 r = 0; r < PART_ROWS; ++r) {
-        read_row(*part.block, Operand{part.step.rows}, first_row(*part.warp) + r, part.step.flag, row[r]);
+        read_row(*part.block, rows, first_row(*part.warp) + r, form, row[r]);
     }
     for (u32 n = 0; n < others; ++n) {
-        read_row(*part.block, Operand{part.step.others}, n, part.step.flag, other);
+        read_row(*part.block, columns, n, form, other);
         for (u32 r = 0; r < PART_ROWS; ++r) {
             const u32 lane = r % 8 * 4 + n % 8 / 2, index = n / 8 * 4 + r / 8 * 2 + n % 2;
             float& sum = part.sums->values[lane * part.sums->each + index];
-            for (u32 k = 0; k < PART_COLUMNS; ++k) {
+            sum = form.add ? sum : 0.0f;
+            for (u32 k = 0; k < depth; ++k) {
                 sum += row[r][k] * other[k];
             }
         }
@@ -143,26 +189,23 @@ void put_back(const Sums& sums) {
     }
 }
 
-// Notes the reads of an operand. Each thread of the warp must know that some of the rows have come.
+// Notes the reads of an operand. Each thread of the warp must know that some of the bytes have come.
 void note_reads(Warp& warp, const Operand& operand, u32 first, u32 rows, u32 group) {
     auto& reads = warp.member.reads;
     reads.resize((warp.block->shared_bytes + LINE - 1) / LINE);
-    for (u32 row = first; row < first + rows; ++row) {
-        for (u32 half = 0; half < 2; ++half) {
-            const u32 at = operand.piece(row, half);
-            note_product_read(warp.threads[row % 32], {at, LINE});
-            reads[at / LINE] = group;
-        }
-    }
+    operand.each_piece(first, rows, [&](u32 at, u32 number) {
+        note_product_read(warp.threads[number % 32], {at, LINE});
+        reads[at / LINE] = group;
+    });
 }
 
 void issue(Warp& warp, Warpgroup& warpgroup, const Step& step, bool last) {
     Member& member = warp.member;
-    check_descriptor(step.rows, WARPS * PART_ROWS);
-    check_descriptor(step.others, step.number);
+    check_descriptor(step.rows, step.form.transposed_rows, WARPS * PART_ROWS);
+    check_descriptor(step.others, step.form.transposed_others, step.number);
     const u32 group = member.groups + 1;
-    note_reads(warp, Operand{step.rows}, first_row(warp), PART_ROWS, group);
-    note_reads(warp, Operand{step.others}, 0, step.number, group);
+    note_reads(warp, Operand{step.rows, step.form.transposed_rows}, first_row(warp), PART_ROWS, group);
+    note_reads(warp, Operand{step.others, step.form.transposed_others}, 0, step.number, group);
     auto part = std::make_shared<Part>();
     *part = {warp.block, &warp, step, group, member.steps, taken_sums(warp, step.number), false, false};
     ++part->sums->unfinished;
@@ -241,17 +284,17 @@ bool exchange_registers(Warp& warp, const Step& step) {
     u32& has = warp.member.registers;
     has = has == 0 ? registers_at_launch(block) : has;
     if (step.number % 8 != 0 || step.number < 24 || step.number > 256 ||
-        (step.flag ? step.number < has : step.number > has)) {
-        machine->fail(std::string(step.flag ? "takes " : "gives registers away down to ") +
+        (step.taken ? step.number < has : step.number > has)) {
+        machine->fail(std::string(step.taken ? "takes " : "gives registers away down to ") +
                       std::to_string(step.number) + " registers a thread; it has " + std::to_string(has));
     }
-    const u32 more = step.flag ? (step.number - has) * 32 : 0;
+    const u32 more = step.taken ? (step.number - has) * 32 : 0;
     if (more > block.free_registers) {
         warp.member.refused = block.exchanges;
         return false;
     }
     ++block.exchanges;
-    block.free_registers += step.flag ? -more : (has - step.number) * 32;
+    block.free_registers += step.taken ? -more : (has - step.number) * 32;
     has = step.number;
     for (Thread* thread : block.waiting_for_registers) {
         machine->make_ready(thread);
@@ -371,8 +414,8 @@ void wgmma_fence() { emulator::take({StepKind::FENCE}); }
 
 void wgmma_commit() { emulator::take({StepKind::COMMIT}); }
 
-void wgmma_of(float* sums, u32 columns, u64 rows, u64 others, bool half) {
-    emulator::take({StepKind::PRODUCT, columns, rows, others, half}, reinterpret_cast<u64>(sums));
+void wgmma_of(float* sums, u32 columns, u64 rows, u64 others, OperandForm form) {
+    emulator::take({StepKind::PRODUCT, columns, rows, others, false, form}, reinterpret_cast<u64>(sums));
 }
 
 void wgmma_wait_for(u32 younger) {

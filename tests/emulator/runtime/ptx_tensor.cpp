@@ -14,13 +14,14 @@ namespace emulator {
 
 namespace {
 
-constexpr u32 MOST_DIMENSIONS = 5, ELEMENT = 2;
+constexpr u32 MOST_DIMENSIONS = 5;
 constexpr u64 MARK = 0x70616D206F6D7972;  // the first word of a map that tests/emulator/tensor_map.py packed
 
 // A tensor map: a struct of tests/emulator/tensor_map.py.
 struct Map {
     u64 mark, address;
     u32 dimensions, swizzle;  // 128: the only one
+    u32 element, unused;      // bytes of an element
     u32 sizes[MOST_DIMENSIONS], box[MOST_DIMENSIONS];
     u64 strides[MOST_DIMENSIONS - 1];  // bytes between neighbours, from the second dimension on
 };
@@ -51,7 +52,7 @@ Map unpacked(const raymoe::EncodedMap& encoded, u32 dimensions) {
         machine->fail("a load of " + std::to_string(dimensions) + " dimensions by a tensor map of " +
                       std::to_string(map.dimensions));
     }
-    if (map.swizzle != 128 || map.box[0] * ELEMENT != 128) {
+    if (map.swizzle != 128 || map.box[0] * map.element != 128) {
         machine->fail("the emulator supports only boxes of 128-byte rows with the 128-byte swizzle");
     }
     return map;
@@ -59,12 +60,13 @@ Map unpacked(const raymoe::EncodedMap& encoded, u32 dimensions) {
 
 // The pieces of one row of a box; `outside`: of the tensor.
 void add_row(BoxLoad& load, const Map& map, long long x, const u8* row, bool outside, u32 shared) {
+    const u32 together = LINE / map.element;
     const long long left = outside ? 0 : map.sizes[0] - x;
     for (u32 piece = 0; piece < 8; ++piece) {
-        const long long first = x + piece * (LINE / ELEMENT), inside = first < 0 ? 0 : left - piece * 8;
-        const u32 bytes = static_cast<u32>(std::clamp<long long>(inside * ELEMENT, 0, LINE));
+        const long long first = x + piece * together, inside = first < 0 ? 0 : left - piece * together;
+        const u32 bytes = static_cast<u32>(std::clamp<long long>(inside * map.element, 0, LINE));
         const u32 linear = shared + piece * LINE, into = linear ^ (linear >> 7 & 7) << 4;
-        const u8* from = bytes == 0 ? nullptr : row + first * ELEMENT;
+        const u8* from = bytes == 0 ? nullptr : row + first * map.element;
         load.pieces.push_back({bytes == 0 ? nullptr : &checked(from, bytes, LINE, "tensor loads"), from, into, bytes});
     }
 }
@@ -99,8 +101,8 @@ void tensor_load(u32 shared, const EncodedMap& encoded, const u32* corner, u32 d
         machine->fail("a box with the 128-byte swizzle begins at " + std::to_string(shared) +
                       " of shared memory, no multiple of 1024");
     }
-    if (x % 8 != 0) {
-        machine->fail("the emulator supports only boxes that begin at multiples of 8 elements, not " +
+    if (x * static_cast<int>(map.element) % static_cast<int>(emulator::LINE) != 0) {
+        machine->fail("the emulator supports only boxes that begin at multiples of 16 bytes, not at element " +
                       std::to_string(x));
     }
     u32 rows = 1;
@@ -111,14 +113,14 @@ void tensor_load(u32 shared, const EncodedMap& encoded, const u32* corner, u32 d
     *load = {self()->block, barrier, rows * 128, self()->proxy_time, {}};
     emulator::begin_load(shared, load->bytes, barrier);
     for (u32 number = 0; number < rows; ++number) {
-        const u8* row = reinterpret_cast<const u8*>(map.address);
+        u64 address = map.address;  // wraps, so that coordinates may cancel out
         bool outside = false;
         for (u32 i = 1, left = number; i < dimensions; left /= map.box[i++]) {
             const long long at = static_cast<int>(corner[i]) + static_cast<long long>(left % map.box[i]);
             outside = outside || at < 0 || at >= map.sizes[i];
-            row += at * static_cast<long long>(map.strides[i - 1]);
+            address += static_cast<u64>(at) * map.strides[i - 1];
         }
-        emulator::add_row(*load, map, x, row, outside, shared + number * 128);
+        emulator::add_row(*load, map, x, reinterpret_cast<const u8*>(address), outside, shared + number * 128);
     }
     machine->later(machine->delay(), [load] { emulator::land(*load); });
 }

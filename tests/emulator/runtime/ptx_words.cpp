@@ -11,6 +11,7 @@
 #include <cstring>
 
 #include "machine.h"
+#include "raymoe/base/ptx_matrix.cuh"
 #include "raymoe/base/ptx.cuh"
 
 namespace emulator {

@@ -13,6 +13,7 @@
 #include <memory>
 #include <vector>
 
+#include "raymoe/base/ptx_matrix.cuh"
 #include "shared.h"
 
 namespace emulator {
@@ -27,11 +28,12 @@ struct Step {
     StepKind kind;
     u32 number = 0;            // columns of a product; younger groups of a wait; registers
     u64 rows = 0, others = 0;  // descriptors of a product
-    bool flag = false;         // of a product: elements are float16; of registers: they are taken, not given away
+    bool taken = false;        // of registers: they are taken, not given away
+    raymoe::ptx::OperandForm form = {};  // of a product
 
     bool operator==(const Step& other) const {
         return kind == other.kind && number == other.number && rows == other.rows && others == other.others &&
-               flag == other.flag;
+               taken == other.taken && form == other.form;
     }
 };
 

@@ -47,12 +47,12 @@ from raymoe.exchange.peer.dispatch import (
 )
 from raymoe.exchange.peer.ll import combine_ll_source, dispatch_ll_source
 from raymoe.exchange.slot_kernel import MARK_DISPATCH, TAKE_SLOTS
-from raymoe.moe.few_rows import source_of as few_rows_source
 from raymoe.packaged import packaged_folder
 from raymoe.transport.copy_kernel import COPY, MOST_TRANSFERS, CopyParams, Transfer
 from raymoe.workload.compare.row_push import ROW_PUSH
 from tests.unit.moe.expert_rows_sources import expert_rows_sources
-from tests.unit.moe.product_sources import product_sources
+from tests.unit.moe.product_fp8_sources import product_fp8_sources
+from tests.unit.moe.product_sources import outer_sources, product_sources
 from tests.unit.moe.router_cases import router_sources
 from tests.unit.rows.pipe_sources import pipe_sources
 
@@ -71,9 +71,8 @@ BEFORE_HOPPER = (
 )
 """Kernels of the backends that GPUs before Hopper have."""
 PIPE = pipe_sources()
-FEW_ROWS = tuple(few_rows_source(gated) for gated in (False, True))
-PRODUCTS = product_sources()
-ON_ROWS = (*PIPE, *router_sources(), *FEW_ROWS, *expert_rows_sources(), *PRODUCTS)
+PRODUCTS = (*product_sources(), *outer_sources(), *product_fp8_sources())
+ON_ROWS = (*PIPE, *router_sources(), *expert_rows_sources(), *PRODUCTS)
 """Kernels that read no memory of peers."""
 MANY_ON_ROWS = [source for index, source in enumerate(ON_ROWS) if index % 4]
 """Three of four, which are compiled for one architecture only: they are many, and take long."""
@@ -265,7 +264,8 @@ def ptxas_does_not_serialise_wgmma(compiled):
     """Its notes C7512 and C7519 say that wgmma waits for the one before, or that the sums are copied between them."""
     assert not re.search(r"C75\d\d|wgmma.*serialized", compiled.log), compiled.log
     if compiled.source in PRODUCTS:
-        assert "setmaxnreg" in compiled.ptx and "cp.async.bulk.tensor.3d" in compiled.ptx
+        dimensions = 4 if compiled.source.stem == "outer_product" else 3
+        assert "setmaxnreg" in compiled.ptx and f"cp.async.bulk.tensor.{dimensions}d" in compiled.ptx
 
 
 @rule

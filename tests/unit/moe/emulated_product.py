@@ -32,6 +32,8 @@ class ProductCase:
     bias: bool = False
     weighted: bool = False
     zero_gaps: bool = False
+    transposed: bool = False
+    """Whether outputs are innermost in the memory of the weights."""
     dtype: torch.dtype = torch.bfloat16
     tiles: TileClass = SMALL
     gap: int | None = 2
@@ -63,9 +65,10 @@ class ProductCase:
         for expert, count in enumerate(self.counts):
             x[starts[expert] :][:count] = drawn(count, self.columns)
         products = self.outputs * (1 if self.gate is None else 2)
+        weight = drawn(experts, products, self.columns) * (self.columns**-0.5 if self.normal else 1)
         return Product(
             x=x,
-            weight=drawn(experts, products, self.columns) * (self.columns**-0.5 if self.normal else 1),
+            weight=weight.transpose(1, 2).contiguous().transpose(1, 2) if self.transposed else weight,
             offsets=starts,
             counts=torch.tensor(self.counts, dtype=torch.int32),
             y=torch.full((rows, self.outputs), self.untouched, dtype=self.dtype),
@@ -98,6 +101,7 @@ def drawn_case(seed: int) -> ProductCase:
         gap=draw.choice([None, 0, 1, 2, 5, 20]),
         untouched=draw.choice([UNTOUCHED, nan]),
     )
+    case = replace(case, transposed=gate is None and draw.random() < 0.5)
     if len(case.counts) < 33:
         return case
     # So many experts take minutes on the emulator if their products are large.
@@ -112,6 +116,8 @@ def run_product(
     with Emulator(1, _MOST_STEPS, tuple(changes)) as emulator:
 
         def placed(name: str, tensor: torch.Tensor) -> torch.Tensor:
+            if not tensor.is_contiguous():
+                return placed(name, tensor.transpose(1, 2)).transpose(1, 2)
             memory = torch.from_numpy(emulator.memory(0, tensor.nbytes, name).bytes)
             return memory.view(tensor.dtype).view(tensor.shape).copy_(tensor)
 
@@ -129,7 +135,11 @@ def run_product(
             if name in ("y", "gate_up"):
                 getattr(product, name).copy_(getattr(there, name))
             else:
-                assert torch.equal(*(getattr(each, name).view(torch.uint8) for each in (product, there)))
+                assert torch.equal(*(bits_of(getattr(each, name)) for each in (product, there)))
+
+
+def bits_of(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.contiguous().view(torch.uint8)
 
 
 def expected(product: Product, untouched: float = UNTOUCHED) -> tuple[torch.Tensor, torch.Tensor]:

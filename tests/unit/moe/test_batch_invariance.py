@@ -226,17 +226,17 @@ def test_it_can_be_set_and_costs_no_accuracy() -> None:
 
 
 def test_operators_of_gpus_ask_for_the_same_bits() -> None:
-    """A negative guess leaves few_rows.cu out, and the products by the formula go in tiles."""
+    """The products by the formula go in tiles."""
     weight = drawn(1, 64, 48, seed=1)
 
     def groups_of(rows: torch.Tensor) -> Groups:
         return Groups(torch.tensor([0, len(rows)]), torch.tensor([len(rows)]))
 
     def multiply(rows: torch.Tensor) -> torch.Tensor:
-        return multiply_experts(rows, weight, groups_of(rows), Added(expected_rows=4.0, by_row=True))
+        return multiply_experts(rows, weight, groups_of(rows), Added(by_row=True))
 
     def gate(rows: torch.Tensor) -> torch.Tensor:
-        added = Added(expected_rows=4.0, by_row=True)
+        added = Added(by_row=True)
         return gate_experts(rows, weight, groups_of(rows), added, keep_gate_up=True)[1]
 
     for part in (multiply, gate):

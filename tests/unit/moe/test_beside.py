@@ -12,7 +12,6 @@ import torch
 from raymoe.exchange.spec import ExchangeSpec
 from raymoe.moe import beside
 from raymoe.moe.beside import SideStream
-from raymoe.moe.experts import Experts
 from raymoe.moe.layer import LayerForm, MoELayer
 from tests.unit.worlds import wired
 
@@ -123,20 +122,6 @@ def test_a_layer_can_run_its_parts_one_after_the_other(streams: Streams) -> None
         layer._side, layer.beside = SideStream(world), False
         run(layer, grad=False)
     assert streams.log == ["router on main", "experts on main", "shared on main"]
-
-
-@pytest.mark.parametrize("few", [False, True])
-def test_few_rows_without_gradients_have_no_shared_expert_beside_them(
-    streams: Streams, monkeypatch: pytest.MonkeyPatch, few: bool
-) -> None:
-    (world,) = wired(1)
-    monkeypatch.setattr(Experts, "streams_weights", lambda _, x, rows: few and rows == len(x) * 2 / 4)
-    monkeypatch.setattr(Experts, "_compute", lambda _, x, *__: x)
-    with world:
-        layer = noted(MoELayer(world, SPEC, FORM), streams)
-        layer._side = SideStream(world)
-        run(layer, grad=False)
-    assert ("shared on main" in streams.log) == few and ("shared on side" in streams.log) != few
 
 
 @pytest.mark.parametrize("part", ["experts", "shared_experts"])

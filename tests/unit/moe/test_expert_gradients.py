@@ -35,7 +35,6 @@ def launched(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
     monkeypatch.setattr(ExpertKernel, "launch", emulate)
     monkeypatch.setattr("raymoe.rows.row_launch.takes", lambda x: x.dtype == BF16)
     monkeypatch.setattr(experts_of_a_layer, "_in_kernels", lambda _: True)
-    monkeypatch.setattr("raymoe.moe.few_rows.takes", lambda *_, **_named: False)
     yield names
 
 

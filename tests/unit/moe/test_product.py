@@ -8,7 +8,7 @@ from math import nan
 import pytest
 import torch
 
-from raymoe.moe.products import FEW, MANY, Gate, TileClass
+from raymoe.moe.products import TILES, Gate, TileClass
 from tests.emulator.build import compiler
 from tests.unit.moe.emulated_product import SMALL, ProductCase, drawn_case, judge, run_product
 
@@ -48,11 +48,19 @@ def test_each_expert_multiplies_its_own_rows(case: ProductCase) -> None:
     check(case)
 
 
-@pytest.mark.parametrize("gate", [None, SWIGLU])
-@pytest.mark.parametrize(("tiles", "counts"), [(FEW, (64, 100, 56, 8)), (MANY, (176, 200, 120, 72, 40))])
-def test_the_classes_of_layers(tiles: TileClass, counts: tuple[int, ...], gate: Gate | None) -> None:
+@pytest.mark.parametrize("case", [ProductCase(), ProductCase(gate=SWIGLU), ProductCase(transposed=True)], ids=str)
+@pytest.mark.parametrize(("tiles", "counts"), [(TileClass(96, 5), (64, 100, 56, 8)), (TILES, (176, 200, 120, 72, 40))])
+def test_the_classes_of_layers(tiles: TileClass, counts: tuple[int, ...], case: ProductCase) -> None:
     """Their tokens come by boxes of all four sizes."""
-    check(ProductCase(counts, columns=136, gate=gate, tiles=tiles))
+    check(replace(case, counts=counts, columns=136, tiles=tiles))
+
+
+def test_transposed_weights_give_the_same_bits() -> None:
+    case = ProductCase(normal=True, columns=136, outputs=144)
+    one, other = case.product(), replace(case, transposed=True).product()
+    run_product(one)
+    run_product(other)
+    assert torch.equal(one.y, other.y)
 
 
 @pytest.mark.one_in(3)
@@ -76,6 +84,10 @@ def test_any_number_of_blocks_shares_the_tiles(tiles: TileClass, seed: int) -> N
         ProductCase(zero_gaps=True, gap=None, untouched=nan, gate=SWIGLU, gate_up=True),
         ProductCase((3, 17, 0, 5), zero_gaps=True, untouched=nan, bias=True, weighted=True),
         ProductCase(dtype=F16, outputs=272),
+        ProductCase(transposed=True),
+        ProductCase(transposed=True, columns=192, outputs=272, zero_gaps=True, gap=None, untouched=nan),
+        ProductCase(transposed=True, columns=8, outputs=16, tiles=OTHER),
+        ProductCase(transposed=True, dtype=F16, outputs=144, bias=True, weighted=True),
         ProductCase(dtype=F16, gate=INTERLEAVED, gate_up=True, bias=True, weighted=True, zero_gaps=True, gap=None),
     ],
     ids=str,

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from raymoe.moe.products import MANY, Gate, TileClass
+from raymoe.moe.products import TILES, Gate
 from tests.emulator.build import KERNELS, Change, compiler
 from tests.emulator.machine import EmulatorError
 from tests.unit.moe.emulated_product import ProductCase, judge, run_product
@@ -19,10 +19,15 @@ GATED = ProductCase((17, 5), gate=Gate(), gate_up=True, zero_gaps=True)
 SHORT = ProductCase((17, 0, 40, 1), columns=64, outputs=272)
 """One step a tile, so that a block may be two tiles ahead."""
 BIASED = ProductCase((1, 1), columns=64, outputs=272, bias=True, weighted=True)
-BOXES = ProductCase((120, 40), columns=64, outputs=16, tiles=MANY)
+BOXES = ProductCase((120, 40), columns=64, outputs=16, tiles=TILES)
+LONG_ROWS = ProductCase((17, 0, 40, 1), columns=520, outputs=144)
 ONE_TILE = ProductCase((5,), columns=64, outputs=16)
-AT_ONCE = ProductCase((17, 0, 40, 1), columns=200, outputs=144, tiles=TileClass(16, 2, at_once=True))
-_FILES = [KERNELS / "moe/product.cu", *(KERNELS / "include/raymoe/moe/product").glob("*.cuh")]
+_FOLDER = KERNELS / "include/raymoe/moe/product"
+_FILES = [
+    KERNELS / "moe/product.cu",
+    *(_FOLDER / f"{name}.cuh" for name in ("loading", "multiplying", "operands", "product", "results")),
+]
+TRANSPOSED = replace(PLAIN, transposed=True)
 
 
 def injected(
@@ -37,20 +42,14 @@ def gated(old: str, new: str = "", which: int | None = None) -> tuple[ProductCas
     return injected(old, new, which, GATED)
 
 
-GIVEN_BACK = "give_back(memory, turn - 1);"
-LAST_WAIT = "if constexpr (!GIVES_BACK_AT_ONCE) {\n        ptx::wgmma_wait<0>();"
-WAIT_AT_ONCE = "if constexpr (GIVES_BACK_AT_ONCE) {\n            ptx::wgmma_wait<0>();"
 INJECTED_BUGS = {
     # The stages.
     "no wait for an empty stage": injected("await(memory.empty(stage), (turn / STAGES + 1) & 1);"),
     "a wait for the stage of the turn before": injected(
         "await(memory.empty(stage), (turn / STAGES + 1) & 1)", "await(memory.empty(stage), turn / STAGES & 1)"
     ),
-    "a stage is given back without a wait": injected("ptx::wgmma_wait<1>();"),
-    "the stage of this turn is given back": injected(GIVEN_BACK, GIVEN_BACK.replace("turn - 1", "turn"), which=0),
-    "the last stage is not given back": injected(GIVEN_BACK, which=1),
-    "a stage is given back at once without a wait": injected(WAIT_AT_ONCE, WAIT_AT_ONCE.split("\n")[0], case=AT_ONCE),
-    "a stage is not given back at once": injected("give_back(memory, turn);", case=AT_ONCE),
+    "a stage is given back without a wait": injected("ptx::wgmma_wait<0>();"),
+    "a stage is not given back": injected("give_back(memory, turn);"),
     "a stage is empty when one warpgroup has read it": injected(
         "ptx::barrier_init(memory.empty(stage), MULTIPLYING_WARPS);", "ptx::barrier_init(memory.empty(stage), 4);"
     ),
@@ -62,17 +61,36 @@ INJECTED_BUGS = {
     "the second box of 64 rows is the first again": injected("row += 64, shared += 64", "shared += 64", case=BOXES),
     "barriers are not fenced": injected("ptx::fence_barrier_init();"),
     # wgmma.
-    "the sums are not zero at first": injected("sums[0][i] = sums[1][i] = 0.0f;"),
-    "results before the last product": injected(LAST_WAIT, LAST_WAIT.replace("<0>", "<1>")),
+    "the sums are not zero at first": injected("sums[0][i] = sums[1][i] = 0.0f;", "sums[0][i] = sums[1][i] = 1.0f;"),
+    "results before the last product": injected("ptx::wgmma_wait<0>();", "ptx::wgmma_wait<1>();"),
     "products are not committed": injected("ptx::wgmma_commit();"),
     "another stride between groups of rows": injected(
         "static_cast<u64>(1024 / 16) << 32", "static_cast<u64>(512 / 16) << 32"
     ),
     "no swizzle": injected("SWIZZLE_128 | GROUP_STRIDE", "GROUP_STRIDE"),
     "another half of the weights": injected("half * (HALF_BYTES / 16)", "half * (HALF_BYTES / 32)"),
-    "other columns of the weights": injected("(HALF_BYTES / 16) + part * 2,", "(HALF_BYTES / 16) + part * 4 % 8,"),
-    "other columns of the tokens": injected("tokens + part * 2", "tokens + (part ^ 1) * 2"),
+    "other columns of the weights": injected(
+        "(HALF_BYTES / 16) + part * NEXT_WEIGHTS,", "(HALF_BYTES / 16) + part * 4 % 8,"
+    ),
+    "other columns of the tokens": injected("tokens + part * NEXT_COLUMNS", "tokens + (part ^ 1) * NEXT_COLUMNS"),
     "the other warpgroup's rows": injected("warpgroup * (HALF_BYTES / 2)", "(1 - warpgroup) * (HALF_BYTES / 2)"),
+    # Transposed weights.
+    "transposed weights are multiplied as they are": injected("wgmma<N, TRANSPOSED>", "wgmma<N>", case=TRANSPOSED),
+    "the next columns of weights that are not transposed": injected(
+        "TRANSPOSED ? NEXT_COLUMNS_TRANSPOSED : NEXT_COLUMNS", "NEXT_COLUMNS", case=TRANSPOSED
+    ),
+    "another stride between groups of columns": injected(
+        "static_cast<u64>(1024 / 16) << 32", "static_cast<u64>(2048 / 16) << 32", case=TRANSPOSED
+    ),
+    "half of the next columns": injected("16 * PIECE_BYTES / 16", "8 * PIECE_BYTES / 16", case=TRANSPOSED),
+    "a box of transposed weights is left out": injected(
+        "box < WEIGHT_BYTES / BOX_BYTES", "box + 1 < WEIGHT_BYTES / BOX_BYTES", case=TRANSPOSED
+    ),
+    "boxes of the same outputs": injected("tile.output + box * PIECE", "tile.output", case=TRANSPOSED),
+    "boxes of other columns": injected(
+        "box * PIECE, column, tile.expert", "box * PIECE, 0, tile.expert", case=TRANSPOSED
+    ),
+    "boxes of another expert": injected("PIECE, column, tile.expert", "PIECE, column, 0", case=TRANSPOSED),
     "more registers than there are": injected("MULTIPLYING_REGISTERS = 232", "MULTIPLYING_REGISTERS = 240"),
     # The tiles.
     "a record is read before it is written": injected("await(memory.told(record), turn / 2 & 1);"),
@@ -80,8 +98,8 @@ INJECTED_BUGS = {
     "a record is given back while threads of the warp read it": injected(
         "__syncwarp();  // all threads of the warp", "//", case=SHORT
     ),
-    "the counter does not wrap": injected("tiles + blocks - 1;", "tiles + blocks;"),
-    "a tile is taken twice": injected("next = blocks + ptx", "next = blocks - 1 + ptx", which=0),
+    "the counter does not wrap": injected("tiles() - 1)", "tiles())"),
+    "a tile is left out": injected("next = ptx::blocks() + ptx", "next = ptx::blocks() + 1 + ptx"),
     "tiles of the first 32 experts are not counted": injected(
         "before + sum - own", "sum - own", case=ProductCase((1,) * 40, columns=16, outputs=16)
     ),
@@ -106,7 +124,7 @@ BY_ERROR = {
         "await(memory.full(stage), turn / STAGES & 1);"
     ),
     "bulk loads into 16384 bytes of shared memory at .*, which a wgmma of warp .* reads": injected(
-        "ptx::wgmma_wait<1>();", "ptx::wgmma_wait<2>();"
+        "ptx::wgmma_wait<0>();", "ptx::wgmma_wait<1>();", case=LONG_ROWS
     ),
     "multiplies 16 bytes of shared memory at .*, which nothing has written": injected(
         "tile, rounded_up(tile.stored, STEP), stage_turn", "tile, TOKENS, stage_turn"
@@ -115,7 +133,7 @@ BY_ERROR = {
     "it has written sums while wgmma adds to them": injected(
         "ptx::wgmma_commit();", "ptx::wgmma_commit(); sums[1][0] += 1.0f;"
     ),
-    "its block ends with a wgmma that no wait covers": injected(LAST_WAIT, LAST_WAIT.split("\n")[0], case=ONE_TILE),
+    "its block ends with a wgmma that no wait covers": injected("ptx::wgmma_wait<0>();", case=ONE_TILE),
     "begins at .* of shared memory, no multiple of 1024": injected(
         "return weights(stage) + WEIGHT_BYTES;", "return weights(stage) + WEIGHT_BYTES + 128;"
     ),
@@ -123,7 +141,7 @@ BY_ERROR = {
         "ptx::wgmma_commit();", "if (threadIdx.x >= 32) ptx::wgmma_commit();"
     ),
     "the threads of its warp take different steps": injected(
-        "ptx::wgmma<N>(sums[half], rows +", "ptx::wgmma<N>(sums[half], rows + threadIdx.x % 32 / 31 * 2 +"
+        "TRANSPOSED>(sums[half], rows +", "TRANSPOSED>(sums[half], rows + threadIdx.x % 32 / 31 * 2 +"
     ),
     "waits until all four warps have issued its wgmma": injected(
         "ptx::wgmma_fence();",

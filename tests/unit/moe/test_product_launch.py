@@ -2,24 +2,31 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
-from math import inf
 from threading import Thread
 from typing import Any
 
 import pytest
 import torch
 
-from raymoe.cuda.tensor_map import TensorMap
+from raymoe.cuda.tensor_map import EncodedMap, TensorMap
 from raymoe.errors import ConfigError
-from raymoe.moe import grouped_linear, grouped_swiglu, product_launch, product_operators
+from raymoe.moe import (
+    grouped_linear,
+    grouped_swiglu,
+    kept_maps,
+    outer_launch,
+    product_launch,
+)
 from raymoe.moe.expert_rows import Groups
 from raymoe.moe.experts import GPT_OSS, SWIGLU, Experts, ModelWeights
-from raymoe.moe.few_rows import FewRows
-from raymoe.moe.product_choice import CHOICES
-from raymoe.moe.products import FEW, MANY, SOME, THREADS, Gate, Product, TileClass
+from raymoe.moe.outer_products import OuterProduct
+from raymoe.moe.products import THREADS, TILES, Gate, Product, TileClass
 from tests.emulator.build import compiler
 from tests.emulator.tensor_map import emulated_map
+from tests.unit.moe.emulated_outer import run_outer
 from tests.unit.moe.emulated_product import run_product
 from tests.unit.moe.grouped_cases import Exact, RowsCase, near
 from tests.unit.rows.rows_driver import Counters, RowsDriver
@@ -38,22 +45,29 @@ def driver(monkeypatch: pytest.MonkeyPatch) -> RowsDriver:
 
 
 def product(
-    rows: int = 100, gate: Gate | None = None, tiles: TileClass = MANY, dtype: torch.dtype = BF16, **others: Any
+    rows: int = 100,
+    gate: Gate | None = None,
+    tiles: TileClass = TILES,
+    dtype: torch.dtype = BF16,
+    transposed: bool = False,
+    **others: Any,
 ) -> Product:
     outputs, columns = 48, 72
     products = outputs * (1 if gate is None else 2)
     weight, y = torch.zeros(3, products, columns, dtype=dtype), torch.zeros(rows, outputs, dtype=dtype)
+    weight = weight.transpose(1, 2).contiguous().transpose(1, 2) if transposed else weight
     x, places = torch.zeros(rows, columns, dtype=dtype), (torch.zeros(size, dtype=torch.int32) for size in (4, 3))
     return Product(x, weight, *places, y, gate, tiles=tiles, **others)
 
 
 FORMS: list[dict[str, Any]] = [
     {},
-    {"tiles": FEW},
+    {"tiles": TileClass(96, 5)},
     {"gate": Gate()},
     {"gate": Gate(True, 1.702, 7.0, 1.0), "gate_up": torch.zeros(100, 96, dtype=BF16), "zero_gaps": True},
     {"bias": torch.zeros(3, 48, dtype=BF16), "row_weights": torch.zeros(100)},
     {"dtype": F16},
+    {"transposed": True},
 ]
 
 
@@ -71,6 +85,14 @@ def test_prepared_launches_have_the_parameters_of_their_tensors(driver: RowsDriv
         assert (launched.threads, launched.shared_bytes) == (THREADS, call.tiles.shared_bytes(3))
         assert launched.blocks == min(132, call.most_tiles)
     assert len(driver.loaded) == 1, "a kernel is loaded once"
+
+
+def test_transposed_weights_of_the_same_shape_take_another_kernel(driver: RowsDriver) -> None:
+    calls = [product(), product(transposed=True)] * 2
+    for call in calls:
+        (launched,) = driver.launches_of(lambda call=call: product_launch.launch(call))
+        assert launched.source == call.source()
+    assert len(driver.loaded) == 2
 
 
 def test_other_numbers_of_rows_take_the_same_kernel(driver: RowsDriver) -> None:
@@ -102,7 +124,7 @@ def test_maps_are_encoded_once_for_an_address(driver: RowsDriver, monkeypatch: p
 
 
 def test_no_more_maps_are_kept_than_a_limit(driver: RowsDriver, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(product_launch, "MOST_MAPS", 2)
+    monkeypatch.setattr(kept_maps, "MOST_MAPS", 2)
     call = product()
     some = [call, *(replace(call, x=torch.zeros_like(call.x)) for _ in range(5))]
     for each in some * 2:
@@ -110,7 +132,29 @@ def test_no_more_maps_are_kept_than_a_limit(driver: RowsDriver, monkeypatch: pyt
         maps = b"".join(bytes(emulated_map(tensor).packed()) for tensor in each.token_maps())
         assert maps in launched.params
     (prepared,) = (found for kind in driver.device._kinds.values() for found in kind.launches.values())
-    assert len(prepared._token_maps) == 2
+    assert len(prepared._token_maps._kept) == 2
+
+
+def test_maps_are_encoded_in_the_context_of_the_gpu(driver: RowsDriver, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A thread of autograd has no current context, which the driver refuses."""
+    inside = []
+
+    @contextmanager
+    def current() -> Iterator[None]:
+        inside.append(True)
+        yield
+        inside.pop()
+
+    def encoded(tensor: TensorMap) -> EncodedMap:
+        assert inside, "no context is current"
+        return emulated_map(tensor)
+
+    monkeypatch.setattr(driver.gpu, "current", current)
+    monkeypatch.setattr(TensorMap, "encoded", encoded)
+    product_launch.launch(product())
+    rows, places = torch.zeros(100, 48, dtype=BF16), (torch.zeros(size, dtype=torch.int32) for size in (4, 3))
+    outer_launch.launch(OuterProduct(rows, torch.zeros(100, 72, dtype=BF16), *places, torch.zeros(3, 48, 72)))
+    assert len(driver.enqueued) == 2
 
 
 def test_streams_and_captures_have_counters_of_their_own(driver: RowsDriver) -> None:
@@ -172,24 +216,19 @@ def test_threads_do_not_mix_their_parameters(driver: RowsDriver) -> None:
 
 @pytest.fixture
 def kernels(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """Record the kernels instead of launching them; results are zeros."""
-    found: list[str] = []
+    """Record the builds of product.cu instead of launching them; results are zeros."""
+    builds: list[str] = []
 
     def by_product(call: Product) -> None:
         for tensor in (call.y, call.gate_up):
             if tensor is not None:
                 tensor.zero_()
-        found.append({FEW: "few", SOME: "some", MANY: "many"}[call.tiles])
-
-    def by_few_rows(call: FewRows) -> None:
-        call.y.zero_()
-        found.append("few_rows.cu")
+        assert call.tiles is TILES
+        builds.append("product" if call.gate is None else "gated product")
 
     monkeypatch.setattr(product_launch, "has_kernel", lambda _: True)
-    monkeypatch.setattr("raymoe.rows.row_launch.takes", lambda x: x.dtype == BF16)
     monkeypatch.setattr(product_launch, "launch", by_product)
-    monkeypatch.setattr(FewRows, "launch", by_few_rows)
-    return found
+    return builds
 
 
 def given(rows: int = 4000, outputs: int = 64, columns: int = 64, dtype: torch.dtype = BF16) -> list[torch.Tensor]:
@@ -197,49 +236,35 @@ def given(rows: int = 4000, outputs: int = 64, columns: int = 64, dtype: torch.d
     return [torch.ones(rows, columns, dtype=dtype), torch.ones(2, outputs, columns, dtype=dtype), *places]
 
 
-@pytest.mark.parametrize("function", [grouped_linear, grouped_swiglu])
-def test_expected_rows_choose_the_kernel(kernels: list[str], function: Any) -> None:
-    for expected in (1, 16, 17, 72, 73, 144, 145, 5000, None):
-        function(*given(), expected_rows=expected)
-    assert kernels == ["few_rows.cu", "few_rows.cu", "few", "few", "some", "some", "many", "many", "many"]
-    kernels.clear()
-    for rows in (32, 33, 144, 145, 289):
-        function(*given(rows))
-    assert kernels == ["few_rows.cu", "few", "few", "some", "many"], "the memory for the rows bounds the expected ones"
-
-
-def test_other_gpus_with_bulk_copies_have_few_rows_too(kernels: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(product_launch, "has_kernel", lambda _: False)
-    for expected in (16, 17):
-        grouped_linear(*given(64), expected_rows=expected)
-    grouped_swiglu(*given(64), expected_rows=16)
-    assert kernels == ["few_rows.cu"] * 2
-
-
-def test_few_rows_take_a_class_of_product_where_few_rows_cannot_compute_them(kernels: list[str]) -> None:
+def test_any_number_of_rows_with_any_switch_takes_the_kernel(kernels: list[str]) -> None:
     bias, weights = torch.ones(2, 64, dtype=BF16), torch.ones(4000)
     for function in (grouped_linear, grouped_swiglu):
-        function(*given(), bias=bias, expected_rows=1)
-        function(*given(), row_weights=weights, expected_rows=1)
+        for rows in (1, 33, 4000):
+            function(*given(rows), expected_rows=rows)
+        function(*given(), bias=bias)
+        function(*given(), row_weights=weights)
         x, weight, *places = given()
-        function(x, weight.requires_grad_(), *places, expected_rows=1)
-        function(*given(columns=48), expected_rows=1)
-        function(*given(dtype=F16), expected_rows=1)
+        function(x, weight.requires_grad_(), *places)
+        function(*given(columns=48))
+        function(*given(dtype=F16))
     for switches in ({"interleaved": True}, {"limit": 7.0}, {"return_gate_up": True}):
-        grouped_swiglu(*given(), expected_rows=1, **switches)
-    assert kernels == ["few"] * 13
+        grouped_swiglu(*given(), **switches)
+    assert kernels == ["product"] * 8 + ["gated product"] * 11
+
+
+def test_weights_may_be_transposed_without_a_gate(kernels: list[str]) -> None:
+    x, weight, *places = given()
+    grouped_linear(x, weight.transpose(1, 2).contiguous().transpose(1, 2), *places)
+    grouped_linear(x, weight[:, ::2], *places)
+    assert kernels == ["product"]
 
 
 def test_products_that_no_kernel_takes_are_those_of_torch(kernels: list[str]) -> None:
-    x, weight, *places = given()
-    for call in (
-        given(outputs=24),
-        given(columns=12),
-        given(dtype=F32),
-        [x, weight.transpose(1, 2).contiguous().transpose(1, 2), *places],
-    ):
+    for call in (given(outputs=24), given(columns=12), given(dtype=F32)):
         y = grouped_linear(*call)
         assert bool((y[:3] == call[0].shape[1]).all())
+    x, weight, *_ = given()
+    assert not product_launch.takes(x, weight.transpose(1, 2).contiguous().transpose(1, 2), Gate())
     assert not product_launch.takes(x, torch.empty(100_000, 16, 64, dtype=BF16, device="meta"), None)
     assert kernels == []
 
@@ -257,25 +282,18 @@ def test_experts_on_a_gpu_take_it_with_and_without_gradients(
     experts, (x, _, *places) = Experts(weights, activation), given()
     share = torch.ones(len(x)) if weighted else None
     with torch.no_grad():
-        experts(x, *places, share, expected_rows=400.0)
-        experts(x, *places, share, expected_rows=20.0)
-    assert experts(x, *places, share, expected_rows=400.0).requires_grad
-    assert kernels == ["many", "many", "few", "few", "many", "many"]
-    kernels.clear()
-    assert experts(x, *places, share, expected_rows=4.0).requires_grad
-    assert kernels == ["few", "few" if activation == GPT_OSS and not weighted else "few_rows.cu"]
+        experts(x, *places, share)
+    assert experts(x, *places, share).requires_grad
+    assert kernels == ["gated product", "product"] * 2
 
 
 @pytest.mark.skipif(compiler() is None, reason="needs a C++ compiler, which compiles kernels for a CPU")
 @pytest.mark.parametrize("activation", [SWIGLU, GPT_OSS], ids=["swiglu", "gpt_oss"])
 def test_experts_by_the_emulated_kernel_equal_float64(monkeypatch: pytest.MonkeyPatch, activation: Any) -> None:
-    """Inference and the forward pass of training. Gaps of results begin with NaN."""
+    """Inference and training. Gaps of results begin with NaN."""
     monkeypatch.setattr("raymoe.moe.experts._in_kernels", lambda _: True)
     monkeypatch.setattr("raymoe.moe.expert_rows._in_kernels", lambda _: False)
     monkeypatch.setattr(product_launch, "has_kernel", lambda _: True)
-    small = TileClass(16, 2)
-    monkeypatch.setattr(product_operators, "choose", lambda *_: small)
-
     zeroed: list[bool] = []
 
     def emulate(call: Product) -> None:
@@ -283,16 +301,23 @@ def test_experts_by_the_emulated_kernel_equal_float64(monkeypatch: pytest.Monkey
         for tensor in (call.y, call.gate_up):
             if tensor is not None:
                 tensor.fill_(torch.nan)
-        run_product(call)
+        run_product(replace(call, tiles=TileClass(16, 2)))
 
+    def emulate_outer(call: OuterProduct) -> None:
+        call.d_weight.fill_(torch.nan)
+        run_outer(call)
+        outer.append(call)
+
+    outer: list[OuterProduct] = []
     monkeypatch.setattr(product_launch, "launch", emulate)
+    monkeypatch.setattr(outer_launch, "launch", emulate_outer)
     case = RowsCase((5, 0, 17))
-    up, down = case.drawn(3, 64, 24, seed=1, scale=0.2), case.drawn(3, 32, 32, seed=2, scale=0.2)
+    up, down = case.drawn(3, 64, 48, seed=1, scale=0.2), case.drawn(3, 32, 32, seed=2, scale=0.2)
     weights, biased = ModelWeights(up, down), activation == GPT_OSS
     if biased:
         weights.gate_up_proj_bias, weights.down_proj_bias = case.drawn(3, 64, seed=3), case.drawn(3, 32, seed=4)
     experts, own = Experts(weights, activation), case.own()
-    x, share = case.rows(24, 5), case.row_weights(6).where(own, 0.0)
+    x, share = case.rows(48, 5), case.row_weights(6).where(own, 0.0)
     x[: case.starts[-1]][~own[: case.starts[-1]]] = 0
     exact, groups = Exact(case.groups), (case.groups.offsets, case.groups.counts)
     biases = experts.gate_up_proj_bias, experts.down_proj_bias
@@ -310,13 +335,11 @@ def test_experts_by_the_emulated_kernel_equal_float64(monkeypatch: pytest.Monkey
         zeroed.clear()
         dy = case.rows(32, 7).where(own[:, None], 0)
         found = torch.autograd.grad(trained, [leaf, experts.gate_up_proj, experts.down_proj], dy)
+        assert zeroed == [True, True] and len(outer) == 2, "both gradients of both products are by kernels"
+        zeroed.clear()
+        outer.clear()
         for have, want in zip(found, torch.autograd.grad(wanted, same, dy.double()), strict=True):
             near(have[own] if have.shape == x.shape else have, want[own] if have.shape == x.shape else want, 2e-2)
-
-
-def test_the_choices_are_in_order_and_end_with_a_class_for_any_number_of_rows() -> None:
-    most = [rows for rows, _ in CHOICES]
-    assert most == sorted(set(most)) and most[-1] == inf and CHOICES[-1][1] is not None
 
 
 def test_groups_are_read_as_int32(kernels: list[str], monkeypatch: pytest.MonkeyPatch) -> None:

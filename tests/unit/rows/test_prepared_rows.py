@@ -13,7 +13,6 @@ import torch
 
 from raymoe.cuda.launch import Shape
 from raymoe.errors import ConfigError
-from raymoe.moe.few_rows import FewRows
 from raymoe.moe.router_formulas import RouterForm
 from raymoe.moe.router_kernels import Route, RouteBackward, RouterSums, runs_of
 from raymoe.rows.elementwise_kernels import Pointwise, Swiglu, SwigluBackward, new_piece_sums
@@ -178,18 +177,11 @@ def router_sums(draw: Draw) -> Made:
     return kernel.launch, [kernel.kernel_call()]
 
 
-def few(draw: Draw) -> Made:
-    x, weight = torch.zeros(draw.rows, 64, dtype=BF16), torch.zeros(4, 32, 64, dtype=BF16)
-    numbers = torch.zeros(5, dtype=torch.int32), torch.zeros(4, dtype=torch.int32)
-    kernel = FewRows(x, weight, *numbers, torch.zeros(draw.rows, 16, dtype=BF16), gated=True)
-    return kernel.launch, [kernel.kernel_call()]
-
-
 FUNCTIONS: list[Callable[[Draw], Made]] = [
     *(rms_norm, add_rms_norm, rms_norm_fp8, layer_norm, rms_norm_backward, layer_norm_backward, swiglu, swiglu_fp8),
-    *(swiglu_backward, pointwise, route, route_backward, router_sums, few),
+    *(swiglu_backward, pointwise, route, route_backward, router_sums),
 ]
-UNLIMITED = (route, route_backward, router_sums, few)
+UNLIMITED = (route, route_backward, router_sums)
 """They take no number of SMs."""
 NOT_COMPARED = ("partials", "work.taken")
 """Memory that each call has of its own."""

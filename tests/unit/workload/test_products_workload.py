@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from typing import Any
 
@@ -11,15 +12,20 @@ import torch
 from raymoe.config import load_job
 from raymoe.config.job import Job
 from raymoe.errors import ConfigError, WrongResult
+from raymoe.fp8 import dequantise, dequantise_weight
 from raymoe.memory.world import World
 from raymoe.report.results import KEYS, complete, decode, encode
 from raymoe.workload import Progress, run_case
 from raymoe.workload.memory_needed import device_bytes, products_bytes
 from raymoe.workload.oracle import BOUNDS
 from raymoe.workload.products import systems as systems_of
+from raymoe.workload.products.gradient_systems import by_torch
 from raymoe.workload.products.run_products import SWIGLU_SLACK
-from raymoe.workload.products.systems import CLASSES, COPY, OURS, OWN, SYSTEMS, Prepared, Unavailable
+from raymoe.workload.products.systems import COPY, OURS, OWN, SYSTEMS, Prepared, Unavailable
+from raymoe.workload.products.systems_fp8 import FP8_SYSTEMS, OURS_FP8, _deep_gemm_contiguous
 from raymoe.workload.products.tasks import (
+    BY_ROWS,
+    FORWARD,
     HOT_OTHERS,
     OPS,
     ProductSizes,
@@ -56,6 +62,11 @@ def run_alone(given: dict[str, Any]) -> tuple[list[dict[str, Any]], list[Progres
         return run(world, given)
 
 
+ELSEWHERE = ("grouped_mm", "dense"), ("grouped_mm", "added", "grouped_mm_added")
+"""The systems beside raymoe and the copy that compute on a CPU: rows, and gradients of weights."""
+FP8_ELSEWHERE = "raymoe_fp8", "raymoe_fp8_quantised"
+
+
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])
 @pytest.mark.parametrize("kind", KINDS)
 def test_each_product_has_a_line_for_each_system(kind: str, dtype: str) -> None:
@@ -66,11 +77,21 @@ def test_each_product_has_a_line_for_each_system(kind: str, dtype: str) -> None:
     item = 4 if dtype == "float32" else 2
     for line in lines:
         assert (line["rows"], line["tokens"], line["experts"], line["routing"]) == (9, sum(counts), 4, kind)
-        with_rows = sum(count > 0 for count in counts)
+        with_rows = 4 if line["op"] == "dw" else sum(count > 0 for count in counts)
         weights = with_rows * 48 * 24 * item * (1 if line["op"] == "down" else 2)
         assert line["bytes_weights"] == weights and line["dtype"] == dtype
-        if line["backend"] in ("few_rows", *CLASSES, "deep_gemm"):
-            assert line["samples"] == 0 and ("compute capability" in line["skipped"] or "GPUs" in line["skipped"])
+        if line["backend"] in FP8_SYSTEMS and line["op"] not in FORWARD:
+            assert line["samples"] == 0 and "no gradients" in line["skipped"]
+            continue
+        if line["backend"] not in (OURS, COPY, *FP8_ELSEWHERE, *ELSEWHERE[line["op"] == "dw"]):
+            reasons = "compute capability", "GPUs", "gradients of weights"
+            assert line["samples"] == 0 and any(reason in line["skipped"] for reason in reasons)
+            continue
+        if line["backend"] in OURS_FP8 and dtype != "bfloat16":
+            assert "measured beside bfloat16" in line["skipped"]
+            continue
+        if line["backend"] == "raymoe_fp8_quantised" and line["op"] != "up_swiglu":
+            assert "only results of SwiGLU" in line["skipped"]
             continue
         assert line["samples"] == 3 and line["verified"] is True, line
         assert line["max_error"] <= BOUNDS[getattr(torch, dtype)] * (SWIGLU_SLACK if line["op"] == "up_swiglu" else 1)
@@ -78,8 +99,11 @@ def test_each_product_has_a_line_for_each_system(kind: str, dtype: str) -> None:
             assert line["bytes_memory"] == weights and line["tflops"] is None
             continue
         inner = 24 if line["op"] == "down" else 48
-        outputs = {"up": 48, "up_swiglu": 24, "down": 48}[line["op"]]
-        assert line["bytes_memory"] == weights + sum(counts) * (inner + outputs) * item
+        outputs = 24 if line["op"] == "up_swiglu" else 48
+        results = outputs if line["backend"] == "raymoe_fp8_quantised" else 2 * outputs
+        in_8_bits = weights // 2 + sum(counts) * (inner + results)
+        whole = weights + sum(counts) * (inner + outputs) * item
+        assert line["bytes_memory"] == (in_8_bits if line["backend"] in OURS_FP8 else whole)
         assert math.isclose(line["tflops"], 2 * sum(counts) * 48 * inner / line["us_p50"] / 1e6)
         full = complete(line, run="r", generation=0, commit=None)
         assert set(full) == set(KEYS) and decode(encode(full)) == full
@@ -119,9 +143,11 @@ def test_experts_start_at_multiples_of_16_and_each_compared_row_has_one() -> Non
 # The oracle.
 
 
-@pytest.mark.parametrize("op", OPS)
-@pytest.mark.parametrize("name", [OURS, "grouped_mm", "dense"])
-def test_the_oracle_finds_a_wrong_row_and_a_missing_one(op: str, name: str) -> None:
+@pytest.mark.parametrize(
+    ("name", "op"),
+    [*itertools.product((OURS, "grouped_mm", "dense"), BY_ROWS), *itertools.product(("raymoe_fp8",), FORWARD)],
+)
+def test_the_oracle_finds_a_wrong_row_and_a_missing_one(name: str, op: str) -> None:
     task = Task.drawn(op, ProductSizes((3, 0, 40, 16), 48, 24, "bfloat16"), 0, CPU)
     prepared = SYSTEMS[name](task)
     bound = BOUNDS[torch.bfloat16] * SWIGLU_SLACK
@@ -135,10 +161,28 @@ def test_the_oracle_finds_a_wrong_row_and_a_missing_one(op: str, name: str) -> N
     changed = y.clone()
     changed[last, 5] = torch.nan
     assert prepared.error(changed) == torch.inf
-    if name == OURS:  # a row between those that are compared
+    if name in (OURS, "raymoe_fp8"):  # a row between those that are compared
         changed = y.clone()
         changed[int(next(place for place in task.own if place not in task.checked))] = torch.nan
         assert prepared.error(changed) == torch.inf
+
+
+@pytest.mark.parametrize("name", [OURS, "grouped_mm", "added", "grouped_mm_added"])
+def test_the_oracle_finds_wrong_gradients_of_weights(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    task = Task.drawn("dw", ProductSizes((3, 0, 40, 16), 48, 24, "bfloat16"), 0, CPU)
+    assert task.dy is not None and not task.x[3:16].any() and not task.dy[3:16].any()
+    prepared, bound = SYSTEMS[name](task), BOUNDS[torch.bfloat16]
+    for _ in range(2):  # sums of two calls are judged by one more
+        assert prepared.error(prepared.compute()) <= bound
+    changes = (3, -1, 5, 2.0), (1, 7, 5, 1.0), (2, 9, 5, torch.nan)
+    if name in (OURS, "grouped_mm"):
+        for expert, output, column, change in changes:
+            d_weight = prepared.compute().clone()
+            d_weight[expert, output, column] += change * d_weight.abs().max()
+            assert prepared.error(d_weight) > bound
+        return
+    monkeypatch.setattr(torch.Tensor, "zero_", lambda total: total.fill_(1.0))
+    assert prepared.error(prepared.compute()) > bound
 
 
 def test_a_copy_that_did_not_copy_is_found() -> None:
@@ -175,6 +219,13 @@ class DeepGemm:
             y[row] = torch.nan if expert < 0 else (x[row].float() @ weight[expert].float().T).to(y.dtype)
 
     @staticmethod
+    def m_grouped_fp8_gemm_nt_contiguous(x: Any, weight: Any, y: torch.Tensor, experts: torch.Tensor) -> None:
+        assert x[1].stride(0) == 1 and x[0].dtype == weight[0].dtype == torch.float8_e4m3fn
+        rows, weights = dequantise(*x), dequantise_weight(*weight)
+        for row, expert in enumerate(experts.tolist()):
+            y[row] = torch.nan if expert < 0 else (rows[row] @ weights[expert].T).to(y.dtype)
+
+    @staticmethod
     def m_grouped_bf16_gemm_nt_masked(
         x: torch.Tensor, weight: torch.Tensor, y: torch.Tensor, rows: torch.Tensor, expected: int
     ) -> None:
@@ -184,7 +235,7 @@ class DeepGemm:
             y[expert, :count] = (x[expert, :count].float() @ weight[expert].float().T).to(y.dtype)
 
 
-@pytest.mark.parametrize("op", OPS)
+@pytest.mark.parametrize("op", BY_ROWS)
 @pytest.mark.parametrize("form", ["contiguous", "masked"])
 def test_deep_gemm_gets_rows_as_it_needs_them(form: str, op: str) -> None:
     task = Task.drawn(op, ProductSizes((3, 0, 40, 16), 48, 24, "bfloat16"), 0, CPU)
@@ -193,11 +244,37 @@ def test_deep_gemm_gets_rows_as_it_needs_them(form: str, op: str) -> None:
     assert padded_places((3, 0, 40, 16), 128) == ([0, 128, 128, 256], 384)
 
 
+@pytest.mark.parametrize("op", ["dx", "dw"])
+@pytest.mark.parametrize("name", FP8_SYSTEMS)
+def test_8_bit_systems_have_no_gradients(name: str, op: str) -> None:
+    with pytest.raises(Unavailable, match="no gradients"):
+        SYSTEMS[name](Task.drawn(op, ProductSizes((3, 0, 40, 16), 48, 24, "bfloat16"), 0, CPU))
+
+
+@pytest.mark.parametrize("op", ["up", "down"])
+def test_deep_gemm_gets_8_bit_rows_as_it_needs_them(op: str) -> None:
+    task = Task.drawn(op, ProductSizes((3, 0, 40, 16), 144, 256, "bfloat16"), 0, CPU)
+    prepared = _deep_gemm_contiguous(task, task.quantised, DeepGemm)
+    assert prepared.error(prepared.compute()) <= BOUNDS[torch.bfloat16]
+
+
+def test_8_bit_results_are_held_to_the_nearest_ones() -> None:
+    task = Task.drawn("up_swiglu", ProductSizes((3, 0, 40, 16), 144, 256, "bfloat16"), 0, CPU)
+    prepared = SYSTEMS["raymoe_fp8_quantised"](task)
+    values = prepared.compute()
+    assert prepared.error(values) <= 1e-6
+    last = int(task.checked[-1])
+    for wrong in (values[last].float() * 1.25, values[last].float().roll(1), torch.full((256,), torch.nan)):
+        changed = values.float()
+        changed[last] = wrong
+        assert prepared.error(changed.to(values.dtype)) > BOUNDS[torch.bfloat16] * SWIGLU_SLACK
+
+
 # Systems that fail.
 
 
 def wrong(task: Task) -> Prepared:
-    prepared = SYSTEMS["dense"](task)
+    prepared = Prepared(*by_torch(task)) if task.op == "dw" else SYSTEMS["dense"](task)
     return Prepared(lambda: prepared.compute() * 1.5, prepared.error)
 
 

@@ -53,6 +53,16 @@ __device__ __forceinline__ void tensor_load_3d(u32 shared, const EncodedMap& map
         : "memory");
 }
 
+// The same of a tensor of four dimensions: x, y, z, w.
+__device__ __forceinline__ void tensor_load_4d(u32 shared, const EncodedMap& map, u32 x, u32 y, u32 z, u32 w,
+                                               u32 barrier, u64 policy) {
+    asm volatile(
+        "cp.async.bulk.tensor.4d.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint"
+        " [%0], [%1, {%2, %3, %4, %5}], [%6], %7;" ::"r"(shared),
+        "l"(&map), "r"(x), "r"(y), "r"(z), "r"(w), "r"(barrier), "l"(policy)
+        : "memory");
+}
+
 // Brings a tensor map to the cache from which loads read it.
 __device__ __forceinline__ void prefetch_tensor_map(const EncodedMap& map) {
     asm volatile("prefetch.tensormap [%0];" ::"l"(&map) : "memory");
@@ -162,21 +172,27 @@ __device__ __forceinline__ void wgmma_wait() {
 // Multiplies 64 rows by N rows of 16 columns each: d = rows * other rows^T, added to d. With g = lane / 4,
 // c = lane % 4, thread has in d[4 j ...] columns 8 j + 2 c and 8 j + 2 c + 1 of row 16 * warp + g, then of row
 // 16 * warp + g + 8.
-template <u32 N>
+//
+// Columns of a row are neighbours in shared memory. Of a transposed operand, rows of a column are.
+template <u32 N, u32 TRANSPOSED_ROWS = 0, u32 TRANSPOSED_OTHERS = 0>
 __device__ __forceinline__ void wgmma(float (&d)[N / 2], u64 rows, u64 others);
 
 #ifndef WGMMA_TYPE
 #define WGMMA_TYPE "bf16"
 #endif
 
-#define RAYMOE_WGMMA(N, EIGHTS, A, B)                                                            \
-    template <>                                                                                  \
-    __device__ __forceinline__ void wgmma<N>(float (&d)[N / 2], u64 rows, u64 others) {          \
-        asm volatile("wgmma.mma_async.sync.aligned.m64n" #N "k16.f32." WGMMA_TYPE "." WGMMA_TYPE \
-                     " {" RAYMOE_SUMS_##EIGHTS "}, %" #A ", %" #B ", 1, 1, 1, 0, 0;"             \
-                     : RAYMOE_OPERANDS_##EIGHTS                                                  \
-                     : "l"(rows), "l"(others));                                                  \
+#define RAYMOE_WGMMA_OF(N, EIGHTS, A, B, TRANSPOSED_A, TRANSPOSED_B)                                                 \
+    template <>                                                                                                      \
+    __device__ __forceinline__ void wgmma<N, TRANSPOSED_A, TRANSPOSED_B>(float (&d)[N / 2], u64 rows, u64 others) {  \
+        asm volatile("wgmma.mma_async.sync.aligned.m64n" #N "k16.f32." WGMMA_TYPE "." WGMMA_TYPE                     \
+                     " {" RAYMOE_SUMS_##EIGHTS "}, %" #A ", %" #B ", 1, 1, 1, " #TRANSPOSED_A ", " #TRANSPOSED_B ";" \
+                     : RAYMOE_OPERANDS_##EIGHTS                                                                      \
+                     : "l"(rows), "l"(others));                                                                      \
     }
+#define RAYMOE_WGMMA(N, EIGHTS, A, B)           \
+    RAYMOE_WGMMA_OF(N, EIGHTS, A, B, 0, 0)      \
+    RAYMOE_WGMMA_OF(N, EIGHTS, A, B, 1, 0)      \
+    RAYMOE_WGMMA_OF(N, EIGHTS, A, B, 1, 1)
 RAYMOE_WGMMA(8, 1, 4, 5)
 RAYMOE_WGMMA(16, 2, 8, 9)
 RAYMOE_WGMMA(24, 3, 12, 13)
@@ -209,6 +225,56 @@ RAYMOE_WGMMA(232, 29, 116, 117)
 RAYMOE_WGMMA(240, 30, 120, 121)
 RAYMOE_WGMMA(248, 31, 124, 125)
 RAYMOE_WGMMA(256, 32, 128, 129)
+
+// Tells the compiler that the sums change here: after a wait, before their first use.
+template <u32 COUNT>
+__device__ __forceinline__ void sums_have_come(float (&d)[COUNT]) {
+#pragma unroll
+    for (u32 i = 0; i < COUNT; ++i) {
+        asm volatile("" : "+f"(d[i])::"memory");
+    }
+}
+
+// The same for rows of 32 columns of 8-bit floats (e4m3). Without ADD the products replace d. The hardware adds them
+// with fewer bits than a float has, so a kernel adds the results of a few of them in float32.
+template <u32 N, bool ADD>
+__device__ __forceinline__ void wgmma_e4m3(float (&d)[N / 2], u64 rows, u64 others) {
+    static_assert(N == 0, "no such wgmma");
+}
+
+#define RAYMOE_WGMMA_E4M3(N, EIGHTS, A, B, ADD)                                                       \
+    template <>                                                                                       \
+    __device__ __forceinline__ void wgmma_e4m3<N, ADD>(float (&d)[N / 2], u64 rows, u64 others) {     \
+        asm volatile("wgmma.mma_async.sync.aligned.m64n" #N "k32.f32.e4m3.e4m3 {" RAYMOE_SUMS_##EIGHTS \
+                     "}, %" #A ", %" #B ", " #ADD ", 1, 1;"                                            \
+                     : RAYMOE_OPERANDS_##EIGHTS                                                       \
+                     : "l"(rows), "l"(others));                                                       \
+    }
+#define RAYMOE_WGMMA_E4M3_BOTH(N, EIGHTS, A, B) \
+    RAYMOE_WGMMA_E4M3(N, EIGHTS, A, B, 0)       \
+    RAYMOE_WGMMA_E4M3(N, EIGHTS, A, B, 1)
+RAYMOE_WGMMA_E4M3_BOTH(8, 1, 4, 5)
+RAYMOE_WGMMA_E4M3_BOTH(16, 2, 8, 9)
+RAYMOE_WGMMA_E4M3_BOTH(24, 3, 12, 13)
+RAYMOE_WGMMA_E4M3_BOTH(32, 4, 16, 17)
+RAYMOE_WGMMA_E4M3_BOTH(40, 5, 20, 21)
+RAYMOE_WGMMA_E4M3_BOTH(48, 6, 24, 25)
+RAYMOE_WGMMA_E4M3_BOTH(56, 7, 28, 29)
+RAYMOE_WGMMA_E4M3_BOTH(64, 8, 32, 33)
+RAYMOE_WGMMA_E4M3_BOTH(72, 9, 36, 37)
+RAYMOE_WGMMA_E4M3_BOTH(80, 10, 40, 41)
+RAYMOE_WGMMA_E4M3_BOTH(88, 11, 44, 45)
+RAYMOE_WGMMA_E4M3_BOTH(96, 12, 48, 49)
+RAYMOE_WGMMA_E4M3_BOTH(104, 13, 52, 53)
+RAYMOE_WGMMA_E4M3_BOTH(112, 14, 56, 57)
+RAYMOE_WGMMA_E4M3_BOTH(120, 15, 60, 61)
+RAYMOE_WGMMA_E4M3_BOTH(128, 16, 64, 65)
+RAYMOE_WGMMA_E4M3_BOTH(136, 17, 68, 69)
+RAYMOE_WGMMA_E4M3_BOTH(144, 18, 72, 73)
+RAYMOE_WGMMA_E4M3_BOTH(152, 19, 76, 77)
+RAYMOE_WGMMA_E4M3_BOTH(160, 20, 80, 81)
+RAYMOE_WGMMA_E4M3_BOTH(168, 21, 84, 85)
+RAYMOE_WGMMA_E4M3_BOTH(176, 22, 88, 89)
 
 }  // namespace ptx
 }  // namespace raymoe

@@ -51,17 +51,43 @@ struct Loader {
     const Memory memory;
     u32 turn = 0;  // of the stages
 
-    __device__ __forceinline__ void load(const ProductTile& tile, u64 weights_policy, u64 tokens_policy) {
+    // Loads a tile, and returns the number of the next one. It is taken near the end, so that blocks begin tiles in the
+    // order of their numbers: those that share weights then read them at about the same time, once from memory.
+    __device__ __forceinline__ u32 load(const ProductTile& tile, u64 weights_policy, u64 tokens_policy) {
         const u32 rows = rounded_up(tile.stored, STEP), bytes = WEIGHT_BYTES + rows * ROW_BYTES;
-        const u32 second = GATED ? tile.output : tile.output + HALF_ROWS;
+        u32 next = 0;
         for (u32 column = 0; column < p.columns; column += COLUMNS, ++turn) {
             const u32 stage = turn % STAGES, barrier = memory.full(stage);
             await(memory.empty(stage), (turn / STAGES + 1) & 1);
             ptx::barrier_expect(barrier, bytes);
-            const u32 weights = memory.weights(stage);
-            ptx::tensor_load_3d(weights, p.first, column, tile.output, tile.expert, barrier, weights_policy);
-            ptx::tensor_load_3d(weights + HALF_BYTES, p.second, column, second, tile.expert, barrier, weights_policy);
+            load_weights(tile, column, memory.weights(stage), barrier, weights_policy);
             load_tokens(tile.row, rows, column, memory.tokens(stage), barrier, tokens_policy);
+            const bool last = column + COLUMNS >= p.columns;
+            if (last ? column == 0 : column + 2 * COLUMNS >= p.columns) {  // the last step but one
+                // Blocks increment the counter once for each tile.
+                next = ptx::blocks() + ptx::atomic_increment_wrapping_relaxed(p.taken, tiles() - 1);
+            }
+        }
+        return next;
+    }
+
+    // The number of tiles.
+    __device__ __forceinline__ u32 tiles() const { return ptx::shared_load_4(memory.first_tile(p.experts)); }
+
+    // Loads both halves of the weights. Transposed ones have a box for each 64 outputs, which are its pieces.
+    __device__ __forceinline__ void load_weights(const ProductTile& tile, u32 column, u32 shared, u32 barrier,
+                                                 u64 policy) {
+        if constexpr (TRANSPOSED) {
+            constexpr u32 BOX_BYTES = COLUMNS * PIECE_BYTES;
+#pragma unroll 1
+            for (u32 box = 0; box < WEIGHT_BYTES / BOX_BYTES; ++box) {
+                ptx::tensor_load_3d(shared + box * BOX_BYTES, p.first, tile.output + box * PIECE, column, tile.expert,
+                                    barrier, policy);
+            }
+        } else {
+            const u32 second = GATED ? tile.output : tile.output + HALF_ROWS;
+            ptx::tensor_load_3d(shared, p.first, column, tile.output, tile.expert, barrier, policy);
+            ptx::tensor_load_3d(shared + HALF_BYTES, p.second, column, second, tile.expert, barrier, policy);
         }
     }
 
@@ -84,18 +110,14 @@ struct Loader {
 
 // Takes tiles until there are none, and loads them.
 __device__ __forceinline__ void load_tiles(const ProductParams& p, const Memory& memory) {
-    const u32 tiles = ptx::shared_load_4(memory.first_tile(p.experts)), blocks = ptx::blocks();
-    // Each block increments the counter once at its start and once for each tile that it takes.
-    const u32 last_increment = tiles + blocks - 1;
-    u32* counter = p.taken;
     const u64 once = ptx::evict_first_policy(), again = ptx::evict_last_policy();
     Loader loader{p, memory};
-    u32 number = blockIdx.x, next = blocks + ptx::atomic_increment_wrapping_relaxed(counter, last_increment);
-    u32 expert = 0;
+    u32 number = blockIdx.x, expert = 0;
     for (u32 turn = 0;; ++turn) {
         const u32 record = turn % 2;
         ProductTile tile{0, 0, 0, 0, 0};
-        if (number < tiles) {
+        const bool there = number < loader.tiles();
+        if (there) {
             tile = find_tile(p, memory, number, expert);
             expert = tile.expert;
         }
@@ -104,13 +126,11 @@ __device__ __forceinline__ void load_tiles(const ProductParams& p, const Memory&
                                                    tile.row | static_cast<u64>(tile.rows) << 32});
         ptx::shared_store_4(memory.tile(record) + 16, tile.stored);
         ptx::barrier_arrive(memory.told(record));
-        if (number >= tiles) {
+        if (!there) {
             return;
         }
         const bool alone = ptx::load_4(p.expert_counts + tile.expert * 4ull) <= TOKENS;
-        number = next;
-        next = blocks + ptx::atomic_increment_wrapping_relaxed(counter, last_increment);
-        loader.load(tile, alone ? once : again, again);
+        number = loader.load(tile, alone ? once : again, again);
     }
 }
 

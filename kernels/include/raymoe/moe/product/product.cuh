@@ -1,21 +1,13 @@
 // The switches, parameters, tiles and shared memory of product.cu, which describes them.
 #pragma once
 
-#ifdef HALF_FLOATS
-#define WGMMA_TYPE "f16"
-#endif
-#include "raymoe/base/ptx_matrix.cuh"
+#include "raymoe/moe/product/operands.cuh"
 
 #ifndef MOST_TOKENS
 #define MOST_TOKENS 176
 #endif
 #ifndef PRODUCT_STAGES
 #define PRODUCT_STAGES 4
-#endif
-#ifdef GIVE_BACK_AT_ONCE
-#define AT_ONCE true
-#else
-#define AT_ONCE false
 #endif
 #ifdef GATED_ROWS
 #define GATED true
@@ -26,6 +18,11 @@
 #define TURNS true
 #else
 #define TURNS false
+#endif
+#ifdef TRANSPOSED_WEIGHTS
+#define TRANSPOSED true
+#else
+#define TRANSPOSED false
 #endif
 #ifdef STORES_GATE_UP
 #define STORES_PRODUCTS true
@@ -48,24 +45,27 @@
 #define ZEROES_GAPS false
 #endif
 
+#ifdef E4M3_OPERANDS
+#define OPERAND_BYTES 1
+#else
+#define OPERAND_BYTES 2
+#endif
+
 namespace raymoe {
 
-using u16 = unsigned short;
-
 constexpr u32 TOKENS = MOST_TOKENS, STAGES = PRODUCT_STAGES;
-constexpr bool GIVES_BACK_AT_ONCE = AT_ONCE;
-constexpr u32 MULTIPLYING_WARPS = 8, LOADING_WARP = 8, PRODUCT_THREADS = 384;
 constexpr u32 HALF_ROWS = 128;  // rows of weights in each half of a tile
 constexpr u32 OUTPUTS = GATED ? HALF_ROWS : 2 * HALF_ROWS;
-constexpr u32 COLUMNS = 64, ROW_BYTES = COLUMNS * 2;  // of a stage
+constexpr u32 ROW_BYTES = 128, COLUMNS = ROW_BYTES / OPERAND_BYTES;  // of a stage
 constexpr u32 HALF_BYTES = HALF_ROWS * ROW_BYTES, WEIGHT_BYTES = 2 * HALF_BYTES;
 constexpr u32 STAGE_BYTES = WEIGHT_BYTES + TOKENS * ROW_BYTES;
-constexpr u32 MULTIPLYING_REGISTERS = 232, OTHER_REGISTERS = 40;
 constexpr u32 STEP = ZEROES_GAPS ? 16 : 8;  // a tile's tokens are a multiple of it
 static_assert(TOKENS % STEP == 0 && TOKENS <= 176, "sums of more tokens do not fit in the registers");
+static_assert(!(GATED && TRANSPOSED), "gate and up rows of transposed weights are no boxes");
 
 struct ProductParams {
-    EncodedMap first;       // [experts][rows of weights][columns], boxes of 128 rows: gate rows, or all rows
+    EncodedMap first;       // [experts][rows of weights][columns], boxes of 128 rows: gate rows, or all rows.
+                            // TRANSPOSED_WEIGHTS: [experts][columns][rows], boxes of 64 columns and 64 rows
     EncodedMap second;       // the same, from the first up row on, or the same as `first`
     EncodedMap tokens[4];    // x, boxes of 64, 32, 16 and 8 rows
     const u8* expert_offsets;  // u32[experts + 1]: the first row of each expert
@@ -91,8 +91,6 @@ struct ProductTile {
     u32 stored;  // rows of y that are stored: more than `rows` where a gap becomes zeros
 };
 
-__device__ __forceinline__ u32 rounded_up(u32 rows, u32 step) { return (rows + step - 1) / step * step; }
-
 // The tiles of tokens that an expert has.
 __device__ __forceinline__ u32 token_tiles(u32 rows) { return (rows + TOKENS - 1) / TOKENS; }
 
@@ -109,10 +107,5 @@ struct Memory {
     __device__ __forceinline__ u32 tile(u32 record) const { return read(2) + record * 32; }
     __device__ __forceinline__ u32 first_tile(u32 expert) const { return tile(2) + expert * 4; }
 };
-
-__device__ __forceinline__ void await(u32 barrier, u32 parity) {
-    while (!ptx::barrier_try_wait(barrier, parity)) {
-    }
-}
 
 }  // namespace raymoe

@@ -6,10 +6,8 @@
 namespace raymoe {
 
 #ifdef HALF_FLOATS
-__device__ __forceinline__ u32 packed(float low, float high) { return ptx::to_f16x2(low, high); }
 __device__ __forceinline__ float bias_at(const u8* at) { return ptx::from_f16(*reinterpret_cast<const u16*>(at)); }
 #else
-__device__ __forceinline__ u32 packed(float low, float high) { return ptx::to_bf16x2(low, high); }
 __device__ __forceinline__ float bias_at(const u8* at) {
     return __uint_as_float(static_cast<u32>(*reinterpret_cast<const u16*>(at)) << 16);
 }
@@ -68,13 +66,26 @@ struct Results {
         const u32 token = eight * 8 + threadIdx.x % 32 / 4;
         const bool wanted = token < tile.stored, zero = ZEROES_GAPS && token >= tile.rows;
         const u64 row = tile.row + token;
+        add_biases(low, high);
+        if constexpr (STORES_PRODUCTS) {
+            store_products(row, wanted && there[0], zero, by_token(low), by_token(high));
+        }
+        gate_and_weigh(eight, low, high);
+        store_four(p.y, row, first, p.outputs, wanted && there[0], zero, by_token(low));
+        if constexpr (!GATED) {
+            store_four(p.y, row, first + HALF_ROWS, p.outputs, wanted && there[1], zero, by_token(high));
+        }
+    }
+
+    __device__ __forceinline__ void add_biases(float (&low)[4], float (&high)[4]) const {
         if constexpr (BIASED) {
             add_bias(low, 0);
             add_bias(high, 1);
         }
-        if constexpr (STORES_PRODUCTS) {
-            store_products(row, wanted && there[0], zero, by_token(low), by_token(high));
-        }
+    }
+
+    // Products become results. With a gate they are in `low`.
+    __device__ __forceinline__ void gate_and_weigh(u32 eight, float (&low)[4], float (&high)[4]) const {
         if constexpr (GATED) {
 #pragma unroll
             for (u32 i = 0; i < 4; ++i) {
@@ -83,10 +94,6 @@ struct Results {
         }
         if constexpr (WEIGHTED) {
             weigh(eight, low, high);
-        }
-        store_four(p.y, row, first, p.outputs, wanted && there[0], zero, by_token(low));
-        if constexpr (!GATED) {
-            store_four(p.y, row, first + HALF_ROWS, p.outputs, wanted && there[1], zero, by_token(high));
         }
     }
 
