@@ -17,7 +17,7 @@ import torch
 from torch import nn
 
 from raymoe.errors import ConfigError
-from raymoe.moe.experts import SWIGLU, Activation, Experts, ModelWeights
+from raymoe.moe.experts import SWIGLU, Activation, Experts, ExpertsOfRank, ModelWeights
 from raymoe.moe.host_routers import form_of
 from raymoe.moe.router import Router
 from raymoe.moe.router_formulas import RouterForm
@@ -28,7 +28,7 @@ class Parts:
     """The modules of a layer, and how they are put together."""
 
     router: Router
-    experts: Experts
+    experts: ExpertsOfRank
     shared: nn.Module | None = None
     router_name: str = "gate"
     shared_name: str = "shared_experts"

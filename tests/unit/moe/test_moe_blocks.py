@@ -21,8 +21,10 @@ from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeSparseMoeBl
 from raymoe.errors import ConfigError
 from raymoe.memory.world import World
 from raymoe.moe.layer import MoELayer
+from raymoe.moe.quantised_experts import quantise_experts
 from raymoe.moe.router import balance_loss, route
 from raymoe.moe.router_formulas import RouterForm
+from tests.unit.moe.bits import assert_same_bits
 from tests.unit.moe.gradient_cases import close
 from tests.unit.worlds import close as close_worlds
 from tests.unit.worlds import each, wired
@@ -172,6 +174,27 @@ def test_rows_of_a_float32_block_may_have_16_bits(family: str) -> None:
         close("y", y, of_block.detach().double(), 3e-2)
         with pytest.raises(ConfigError, match="weights is 'bfloat16' with rows of float16"):
             MoELayer.from_block(block_of(family, torch.bfloat16), world, tokens=10, dtype="float16")
+
+
+@pytest.mark.parametrize("family", ["deepseek_v3", "gpt_oss"])
+def test_the_experts_of_a_block_become_8_bit_ones(family: str) -> None:
+    (world,) = wired(1)
+    x = batch_of(0, (2, 5))[0].detach()
+    with world, torch.no_grad():
+        for dtype, rows in ((torch.bfloat16, None), (torch.float32, torch.bfloat16)):
+            block = block_of(family, dtype)
+            layer = MoELayer.from_block(block, world, tokens=10, dtype=rows, experts_dtype="float8_e4m3")
+            wide = MoELayer.from_block(block_of(family, dtype), world, tokens=10, dtype=rows)
+            quantised = quantise_experts(wide.experts)
+            for name, parameter in layer.experts.named_parameters():
+                assert_same_bits(parameter, getattr(quantised, name))
+            y, want = (made(x.to(dtype)) for made in (layer, wide))
+            if family == "gpt_oss":
+                y, want = y[0], want[0]
+            assert y.dtype == dtype and layer.exchange.spec.dtype == "bfloat16"
+            close("y", y, want.double(), 0.1)
+    with pytest.raises(ConfigError, match="experts_dtype is 'int8'; it is None or 'float8_e4m3'"):
+        MoELayer.from_block(block, world, tokens=10, experts_dtype="int8")
 
 
 def routed(block: Any, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
