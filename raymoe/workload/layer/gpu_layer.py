@@ -162,7 +162,7 @@ class GpuLayerStep:
             came = rows_for_experts(dispatched)
             rows = tuple(part.clone() for part in came) if isinstance(came, tuple) else came.clone()
             groups = dispatched.expert_offsets, dispatched.expert_counts
-            results = layer.experts(rows, *groups)
+            results = layer.experts(rows, *groups).to(x.dtype)
             exchange.combine(results, dispatched)
             self._settle()
         works: dict[str, Callable[[], object]] = {

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from raymoe.errors import ConfigError
 from raymoe.exchange.spec import ExchangeSpec
-from raymoe.fp8 import dequantise, dequantise_weight, quantise, quantise_weight
+from raymoe.fp8 import quantise, quantise_weight
 from raymoe.memory.world import World
 from raymoe.moe import (
     LayerForm,
@@ -31,6 +31,7 @@ from raymoe.moe.families import Parts
 from raymoe.moe.scaled_layer import scaled_spec
 from tests.unit.memory.test_world_of import groups
 from tests.unit.moe.bits import assert_same_bits, same_bits
+from tests.unit.moe.scaled_reference import EPS, SCALED, error_of, wanted
 from tests.unit.ranks import RankPool
 
 __all__ = ["groups"]  # a fixture
@@ -39,10 +40,9 @@ H, F, E, K, T = 272, 200, 4, 2, 24
 """Several blocks of 128, the last ones narrower, and F that is padded."""
 FP8 = "float8_e4m3"
 SPEC = ExchangeSpec(tokens=T, hidden=H, experts=E, topk=K, dtype="float32", depth=0)
-FORM = LayerForm(F, RouterForm(E, K, score="sigmoid"), shared=64, norm=1e-6, residual=True, experts_dtype=FP8)
+FORM = LayerForm(F, RouterForm(E, K, score="sigmoid"), shared=64, norm=EPS, residual=True, experts_dtype=FP8)
 BOUND = 1e-2
 """Of a row's largest element: h and the result of the experts are bfloat16."""
-SCALED = ["gate_up_proj", "gate_up_proj_scale_inv", "down_proj", "down_proj_scale_inv"]
 
 
 def rows(rank: int, spec: ExchangeSpec = SPEC) -> Tensor:
@@ -68,32 +68,6 @@ def whole_weights(seed: int, form: LayerForm = FORM, spec: ExchangeSpec = SPEC) 
         wide = MoELayer(world, replace(spec, slots=None), replace(form, experts_dtype=None), seed=seed)
         made = quantise_experts(wide.experts)
         return {name: each.detach().clone() for name, each in made.named_parameters()}
-
-
-def wanted(layer: MoELayer, weights: dict[str, Tensor], x: Tensor) -> Tensor:
-    """The output in float64, of the same 8-bit rows and weights."""
-    x = x.double()
-    h = x * (x.square().mean(dim=-1, keepdim=True) + 1e-6).rsqrt()
-    routed = layer.gate(layer.norm(x.to(layer.gate.weight.dtype)))
-    gate, up = (h @ layer.shared_experts.gate_up_proj.double().T).chunk(2, dim=-1)
-    y = x + (gate * gate.sigmoid() * up) @ layer.shared_experts.down_proj.double().T
-    for expert in range(E):
-        token, choice = (routed.topk_idx == expert).nonzero(as_tuple=True)
-        scaled = dequantise(*quantise(h[token].to(layer.gate.weight.dtype)))
-        up_proj, down = (dequantise_weight(*(weights[name][expert] for name in SCALED[at : at + 2])) for at in (0, 2))
-        products = scaled.double() @ up_proj.double().T
-        if layer.experts.activation == GPT_OSS:
-            products += weights["gate_up_proj_bias"][expert].double()
-        inner = layer.experts.activation(products)
-        row = dequantise(*quantise(inner.float())).double() @ down.double().T
-        if layer.experts.activation == GPT_OSS:
-            row += weights["down_proj_bias"][expert].double()
-        y.index_add_(0, token, routed.topk_weights[token, choice, None].double() * row)
-    return y
-
-
-def error_of(y: Tensor, want: Tensor) -> float:
-    return float(((y.double() - want).abs() / want.abs().amax(dim=-1, keepdim=True)).max())
 
 
 def form_of(activation: Activation) -> LayerForm:
