@@ -17,6 +17,7 @@ import os
 import struct
 from pathlib import Path
 
+from raymoe.errors import WiringError
 from raymoe.memory import host_shm
 
 _FILE_BYTES = 4096
@@ -54,8 +55,13 @@ class PeerLeases:
     """A reader's side: the objects of one owner in another process, or in this one."""
 
     def __init__(self, descriptor: dict[str, object]) -> None:
-        """Check that the owner's file is what it says. Raises `WiringError` with the reason, also if it is gone."""
-        host_shm.map_peer(descriptor).close()
+        """Check the owner's file. Raises `ProcessLookupError` if the owner is gone, else `WiringError`."""
+        try:
+            host_shm.map_peer(descriptor).close()
+        except WiringError as error:
+            if isinstance(error.__cause__, FileNotFoundError | ProcessLookupError):
+                raise ProcessLookupError(str(error)) from error
+            raise
         self._path = Path(f"/proc/{descriptor['pid']}/fd/{descriptor['fd']}")
         self._inode = descriptor["inode"]
 

@@ -64,6 +64,8 @@ class PoolDevice(Protocol):
     """Memory of one kind, on one device of this process. Any thread may call."""
 
     device: torch.device
+    has_streams: bool
+    """Whether work may be under way that this process has enqueued."""
 
     def own(self, name: str, nbytes: int) -> Any:
         """Make a segment of at least so many bytes."""
@@ -106,6 +108,8 @@ class PoolDevice(Protocol):
 
 class HostPoolDevice:
     """Shared memory of CPUs."""
+
+    has_streams = False
 
     def __init__(self) -> None:
         self.device = torch.device("cpu")
@@ -177,6 +181,8 @@ def beside_captures(gpu: Gpu) -> Iterator[None]:
 
 class GpuPoolDevice:
     """Device memory that CUDA IPC maps, and a stream of its own for copies, which the copy engine does."""
+
+    has_streams = True
 
     def __init__(self, ordinal: int) -> None:
         self.device = torch.device("cuda", ordinal)
@@ -263,5 +269,5 @@ class GpuPoolDevice:
 
 
 def as_bytes(tensor: Tensor) -> Tensor:
-    """View a contiguous tensor as bytes."""
-    return tensor.reshape(-1).view(torch.uint8)
+    """View a contiguous tensor as bytes. One with a single element counts as contiguous, whatever its strides are."""
+    return tensor.as_strided((tensor.numel(),), (1,)).view(torch.uint8)

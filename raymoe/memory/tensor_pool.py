@@ -273,13 +273,15 @@ class TensorPool:
         return bool(self._objects or self._waiting or self._lent)
 
     def _why_full(self, nbytes: int) -> str:
+        free = self._limits.pool_bytes - self._blocks.total_bytes + self._blocks.free_bytes
         lent = f" and {len(self._lent)} tensors of empty()" if self._lent else ""
         held = f", {len(self._waiting)} are released and still read" if self._waiting else ""
         waited = f" after {self._limits.wait_s:g} s" if self._is_in_use() else ""
+        pieces = " in pieces" if free >= nbytes else ""
         return (
-            f"{nbytes} bytes were asked of the pool of tensors of {self._owner}; {self._blocks.free_bytes} of "
-            f"{self._limits.pool_bytes} are free{waited}, in pieces, with {len(self._objects)} objects{lent} in it"
-            f"{held}: drop ObjectRefs, or register a larger pool_bytes"
+            f"{nbytes} bytes were asked of the pool of tensors of {self._owner}; {free} of {self._limits.pool_bytes} "
+            f"are free{pieces}{waited}, with {len(self._objects)} objects{lent} in it{held}: drop ObjectRefs, or "
+            "register a larger pool_bytes"
         )
 
     def _reclaim(self) -> None:
@@ -302,6 +304,7 @@ class TensorPool:
             if used.users == 0:
                 if used.lent:
                     self._lent.remove(used)
+                if used.lent and self._device.has_streams:
                     self._unsynchronised.append(used)
                 else:
                     self._give([used])

@@ -2,8 +2,8 @@
 
 A read holds a lease of its object, waits for the owner's mark, copies, and waits for the copy. So a tensor that is
 returned is complete on every stream, and the owner may reuse its memory from then on. Segments and marks of an owner
-are opened once. They are closed when the owner has ended and a read of another owner's tensors begins, or with the
-reader.
+are opened once. They are closed when a read meets an owner that has ended, when a read of a new owner's tensors begins
+after that, or with the reader.
 """
 
 from __future__ import annotations
@@ -40,8 +40,11 @@ class _Owner:
                 f"the tensors of {self.name} are on another host: processes of one host can read them; take Ray's "
                 "transport nixl, or its object store, between hosts"
             )
-        with self._named():
-            self.leases = PeerLeases(exported.leases)
+        try:
+            with self._named():
+                self.leases = PeerLeases(exported.leases)
+        except ProcessLookupError as error:
+            raise self.ended() from error
         self._segments: dict[int, Any] = {}
         self._marks: dict[bytes | None, Mark] = {}
         self._lock = threading.Lock()
@@ -92,7 +95,12 @@ class TensorReader:
         with self._lock:
             owner = self._owner(exported)
             owner.count_read(1)
-        return Reading(self._device, owner, exported, targets)
+        try:
+            return Reading(self._device, owner, exported, targets)
+        except WiringError:
+            with self._lock:
+                self._close_ended()
+            raise
 
     @property
     def open_owners(self) -> int:

@@ -25,6 +25,8 @@ class Work:
 class SlowDevice(HostPoolDevice):
     """Marks are done when `finish` says so. A copy happens when its mark is done, as late as on a GPU."""
 
+    has_streams = True
+
     def __init__(self) -> None:
         super().__init__()
         self.writes: list[Work] = []

@@ -119,10 +119,17 @@ def test_a_dead_owner_is_noticed() -> None:
             time.sleep(0.01)
         with pytest.raises(ProcessLookupError):
             peer.hold(1)
-        with pytest.raises(WiringError, match="is gone"):
+        with pytest.raises(ProcessLookupError, match="is gone"):
             PeerLeases(descriptor)
     finally:
         end(owner)
+
+
+def test_a_file_that_is_no_owners_is_refused(leases: OwnLeases) -> None:
+    with pytest.raises(WiringError, match="PID namespace"):
+        PeerLeases(leases.descriptor() | {"pid_ns": "pid:[1]"})
+    with pytest.raises(WiringError, match="inode"):
+        PeerLeases(leases.descriptor() | {"inode": 1})
 
 
 def test_a_withdrawn_file_is_a_dead_owner() -> None:
