@@ -85,7 +85,7 @@ def empty(
     The transport takes such a tensor, and contiguous parts of it, without a copy at the source. So do not change it
     while an ObjectRef to it lives.
     """
-    return _transport(transport).pool(torch.device(device)).empty(shape, dtype)
+    return _transport(transport).pool_on(torch.device(device)).empty(shape, dtype)
 
 
 def usage(transport: str = NAME) -> dict[str, dict[str, int]]:
@@ -160,13 +160,8 @@ class RayTensors(TensorTransportManager):
         """Export the tensors of an object. Ray calls this in the thread that made them, also again for the same one."""
         if not rdt_object:
             return RayTensorsMetadata([], None, None)
-        device = rdt_object[0].device
-        if device.type not in DEVICES:
-            raise ConfigError(
-                f"tensors on {device} were given to the tensor transport {self.name}; it takes cpu and cuda"
-            )
-        pool = self.pool(device)
         try:
+            pool = self.pool_on(rdt_object[0].device)
             exported = pool.export(obj_id, rdt_object)
         except BaseException:
             _forget(obj_id)
@@ -174,7 +169,7 @@ class RayTensors(TensorTransportManager):
         with self._lock:
             self._pool_of[obj_id] = pool
         shapes: list[Any] = [(tensor.shape, tensor.dtype) for tensor in rdt_object]
-        return RayTensorsMetadata(shapes, device.type, exported)
+        return RayTensorsMetadata(shapes, exported.kind, exported)
 
     def garbage_collect(
         self, obj_id: str, tensor_transport_meta: TensorTransportMetadata, tensors: list[Tensor]
@@ -186,8 +181,10 @@ class RayTensors(TensorTransportManager):
         if pool is not None:
             pool.release(obj_id)
 
-    def pool(self, device: torch.device) -> TensorPool:
+    def pool_on(self, device: torch.device) -> TensorPool:
         """Return this process's pool on a device."""
+        if device.type not in DEVICES:
+            raise ConfigError(f"tensors on {device} cannot go by the tensor transport {self.name}: it has cpu and cuda")
         with self._lock:
             device = self._numbered(device)
             if device not in self.pools:

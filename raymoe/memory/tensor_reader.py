@@ -182,17 +182,26 @@ class Reading:
         return self.tensors
 
     def close(self) -> None:
-        """Let the object go. A copy that is under way ends first, because it reads the owner's memory."""
+        """Let the object go, at once or after a copy that is under way, for which this call does not wait."""
         if self._is_closed:
             return
         self._is_closed = True
+        if self._end is None or self._is_read:
+            self._let_go()
+        else:  # the copy reads the owner's memory and writes to the tensors here: the thread keeps both
+            threading.Thread(target=self._let_go_after_copy, name="raymoe ends a read", daemon=True).start()
+
+    def _let_go_after_copy(self) -> None:
         try:
             while self._end is not None and not self._end.is_done():
-                time.sleep(_LOOK_S)
+                time.sleep(_LONGEST_LOOK_S)
         finally:
-            if self._lease is not None:
-                self._lease.close()
-            self._owner.count_read(-1)
+            self._let_go()
+
+    def _let_go(self) -> None:
+        if self._lease is not None:
+            self._lease.close()
+        self._owner.count_read(-1)
 
     def __enter__(self) -> Self:
         return self

@@ -24,9 +24,9 @@ DTYPES = [
 
 
 def register() -> None:
-    """Register the transports of these actors: one with the usual pool, one with a small pool that does not wait."""
+    """Register the transports of these actors: one with the usual pool, one with a small pool that waits for 1 s."""
     ray_tensors.register_ray_tensors()
-    ray_tensors.register_ray_tensors(SMALL, pool_bytes=SMALL_BYTES, segment_bytes=SMALL_BYTES // 4, wait_s=0.5)
+    ray_tensors.register_ray_tensors(SMALL, pool_bytes=SMALL_BYTES, segment_bytes=SMALL_BYTES // 4, wait_s=1.0)
 
 
 register()  # Ray looks names of transports up when it sees them in a class
@@ -107,6 +107,18 @@ class TensorActor:
         torch.cuda._sleep(int(seconds * 1.7e9))
         return tensor.fill_(number)
 
+    @ray.method(tensor_transport=SMALL)
+    def late_and_small(self, number: float, count: int, seconds: float) -> torch.Tensor:
+        return TensorActor.late(self, number, count, seconds)
+
+    @ray.method(tensor_transport="raymoe")
+    def on_cpu(self, number: float, count: int) -> torch.Tensor:
+        return torch.full((count,), number)
+
+    @ray.method(tensor_transport="raymoe")
+    def on_both(self) -> list[torch.Tensor]:
+        return [torch.ones(3, device=self.device), torch.ones(3)]
+
     @ray.method(tensor_transport="raymoe")
     def in_pool(self, number: float, count: int) -> torch.Tensor:
         return ray_tensors.empty(count, device=self.device).fill_(number)
@@ -122,12 +134,39 @@ class TensorActor:
     def put(self, seed: int) -> list[ray.ObjectRef]:
         return [ray.put(random_object(seed, self.device), _tensor_transport="raymoe")]
 
+    def put_value(self, number: float, count: int) -> list[ray.ObjectRef]:
+        return [ray.put(torch.full((count,), number, device=self.device), _tensor_transport="raymoe")]
+
     def digest(self, value: Any) -> tuple[str, set[str]]:
         """Return the hash of an object that came, and the devices of its tensors."""
         return digest(value), {tensor.device.type for tensor in (*value["list"], value["one"])}
 
     def sums(self, *values: torch.Tensor) -> list[float]:
         return [float(value.double().sum()) for value in values]
+
+    def sums_beside(self, *values: torch.Tensor) -> list[float]:
+        """Add up on a stream of this actor's own, without waiting for another one."""
+        with torch.cuda.stream(torch.cuda.Stream()):
+            return self.sums(*values)
+
+    def capture(self, seconds: float) -> float:
+        """Capture a graph for so long, and return the result of its replay."""
+        before = torch.ones(4, device=self.device)
+        torch.cuda.synchronize()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            after = before + 1
+            time.sleep(seconds)
+        graph.replay()
+        return float(after.sum())
+
+    def put_in_capture(self) -> None:
+        value = torch.ones(4, device=self.device)
+        with torch.cuda.graph(torch.cuda.CUDAGraph()):
+            ray.put(value, _tensor_transport="raymoe")
+
+    def gpu(self) -> int:
+        return int(ray.get_gpu_ids()[0])
 
     def get(self, refs: list[ray.ObjectRef]) -> list[str]:
         return [digest(value) for value in ray.get(refs)]
@@ -143,7 +182,9 @@ class TensorActor:
         self.held = refs
 
     def usage(self, transport: str = "raymoe") -> dict[str, int]:
-        return next(iter(ray_tensors.usage(transport).values()))
+        """Return the usage of the pool on this actor's device; an empty one has none yet."""
+        pools = ray_tensors.usage(transport)
+        return next((usage for device, usage in pools.items() if device.startswith(self.device)), {"objects": 0})
 
     def stored(self) -> int:
         """Return the number of objects that Ray keeps here."""
