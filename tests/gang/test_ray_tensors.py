@@ -15,7 +15,7 @@ from ray.exceptions import RayTaskError
 
 from raymoe.errors import ConfigError, WiringError
 from raymoe.integrations import ray_tensors
-from tests.gang.conftest import Head
+from tests.gang.conftest import REPO, Head
 from tests.gang.processes import runs, shared_memory
 from tests.gang.tensor_actors import SMALL, SMALL_BYTES, TensorActor, digest, eventually, random_object, register
 from tests.python_path import python_path
@@ -169,6 +169,14 @@ def test_a_borrower_keeps_an_object_alive(actors: list[Actor]) -> None:
     assert got(source.usage.remote())[0]["objects"] == 1
     got(receiver.hold.remote(None))
     assert eventually(WAIT_S, lambda: got(source.usage.remote())[0]["objects"] == 0)
+
+
+@pytest.mark.thorough
+def test_the_program_of_the_page_runs(connected: None, capsys: pytest.CaptureFixture[str]) -> None:
+    page = (REPO / "docs" / "ray.md").read_text()
+    program = page[page.index("import ray, torch") :].partition("```")[0]
+    exec(program.replace("num_gpus=1", "num_cpus=0").replace('"cuda"', '"cpu"'), {"__name__": "page"})
+    assert capsys.readouterr().out.endswith("(7, 1048576.0)\n")
 
 
 def test_a_name_is_registered_once_with_its_values(connected: None) -> None:
