@@ -114,13 +114,14 @@ class TensorPool:
 
     def __init__(self, device: PoolDevice, limits: PoolLimits, owner: str) -> None:
         self._device, self._limits, self._owner = device, limits, owner
-        self._changed = threading.Condition(threading.RLock())
+        self._changed = threading.Condition(threading.Lock())
         self._label = f"raymoe-tensors-{os.getpid()}"
         self._leases = OwnLeases(self._label)
         self._blocks = Blocks()
         self._segments: list[Any] = []
         self._descriptors: list[dict[str, object]] = []
         self._objects: dict[Hashable, _Object] = {}
+        self._released: deque[Hashable] = deque()
         self._waiting: list[_Object] = []
         self._lent: list[_UsedBlock] = []
         self._dropped: deque[_UsedBlock] = deque()  # tensors of `empty` that are gone; a finalizer may not take a lock
@@ -132,6 +133,7 @@ class TensorPool:
             check_tensor(tensor, self._device.device)
         self._device.check_can_enqueue()
         with self._changed:
+            self._reclaim()
             if key in self._objects:
                 return self._objects[key].description
             number = self._leases.number()
@@ -151,12 +153,17 @@ class TensorPool:
             return description
 
     def release(self, key: Hashable) -> None:
-        """Give the memory of an object back, at once or when its last reader is done. Other keys are ignored."""
-        with self._changed:
-            if (released := self._objects.pop(key, None)) is not None:
-                self._waiting.append(released)
+        """Give the memory of an object back, at once or when its last reader is done. Other keys are ignored.
+
+        Never waits for the lock: garbage collection may call this in the thread that has it. Then the holder frees it.
+        """
+        self._released.append(key)
+        if self._changed.acquire(blocking=False):
+            try:
                 self._reclaim()
                 self._changed.notify_all()
+            finally:
+                self._changed.release()
 
     def empty(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
         """Return a tensor in the pool, whose elements have any value. `export` takes it, and parts of it, as it is."""
@@ -288,14 +295,17 @@ class TensorPool:
         """Free the blocks of released objects that no reader holds, and of tensors that are gone."""
         while self._dropped:
             self._unuse([self._dropped.popleft()])
+        while self._released:
+            if (released := self._objects.pop(self._released.popleft(), None)) is not None:
+                self._waiting.append(released)
         still_waiting = []
-        for released in self._waiting:
-            if released.mark.is_done() and self._leases.retire(released.number):
-                if released.mark.handle is not None:
-                    self._device.recycle(released.mark)
-                self._unuse(released.blocks)
+        for waiting in self._waiting:
+            if waiting.mark.is_done() and self._leases.retire(waiting.number):
+                if waiting.mark.handle is not None:
+                    self._device.recycle(waiting.mark)
+                self._unuse(waiting.blocks)
             else:
-                still_waiting.append(released)
+                still_waiting.append(waiting)
         self._waiting = still_waiting
 
     def _unuse(self, blocks: Sequence[_UsedBlock]) -> None:

@@ -48,12 +48,8 @@ class _Owner:
         self._segments: dict[int, Any] = {}
         self._marks: dict[bytes | None, Mark] = {}
         self._lock = threading.Lock()
-        self.reads = 0
-        """The reads that are under way. While there are any, what is open stays open."""
-
-    def count_read(self, change: int) -> None:
-        with self._lock:
-            self.reads += change
+        self.reads: set[object] = set()
+        """A token for each read that is under way. While there are any, what is open stays open."""
 
     def open(self, exported: ExportedTensors) -> tuple[dict[int, Any], Mark]:
         """Return the segments of an object and the mark of its writes. Each is opened once."""
@@ -94,9 +90,9 @@ class TensorReader:
         """Begin to read an object, into `targets` if they are given. Raises `WiringError` if its owner has ended."""
         with self._lock:
             owner = self._owner(exported)
-            owner.count_read(1)
+            owner.reads.add(token := object())
         try:
-            return Reading(self._device, owner, exported, targets)
+            return Reading(self._device, owner, token, exported, targets)
         except WiringError:
             with self._lock:
                 self._close_ended()
@@ -131,9 +127,14 @@ class Reading:
     """A read that is under way. `poll` takes it on and never waits; `wait` waits."""
 
     def __init__(
-        self, device: PoolDevice, owner: _Owner, exported: ExportedTensors, targets: Sequence[Tensor] | None
+        self,
+        device: PoolDevice,
+        owner: _Owner,
+        token: object,
+        exported: ExportedTensors,
+        targets: Sequence[Tensor] | None,
     ) -> None:
-        self._device, self._owner = device, owner
+        self._device, self._owner, self._token = device, owner, token
         self._lease: Lease | None = None
         self._end: Mark | None = None
         self._next_look = 0.0
@@ -201,7 +202,7 @@ class Reading:
     def _let_go(self) -> None:
         if self._lease is not None:
             self._lease.close()
-        self._owner.count_read(-1)
+        self._owner.reads.discard(self._token)  # takes no lock: garbage collection may call this in any thread
 
     def __enter__(self) -> Self:
         return self

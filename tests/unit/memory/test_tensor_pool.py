@@ -242,6 +242,22 @@ def test_tensors_that_were_freed_are_refused(pair: Pair) -> None:
     assert same(pair.read(torch.ones(3))[0], torch.ones(3))
 
 
+def test_a_release_in_the_middle_of_an_export_is_not_lost(pair: Pair) -> None:
+    """Garbage collection may drop the last ObjectRef in any line, also of the pool's own thread."""
+
+    class Releases(torch.Tensor):
+        def detach(self) -> torch.Tensor:  # type: ignore[override]
+            pair.pool.release("other")
+            return torch.ones(100)
+
+    pair.pool.export("other", [torch.ones(MIB)])
+    exported = pair.pool.export("key", [torch.zeros(100).as_subclass(Releases)])
+    assert same(pair.reader.start(exported).wait(30)[0], torch.ones(100))
+    usage = pair.pool.usage()
+    assert (usage.objects, usage.waiting, usage.used_bytes) == (1, 0, 512)
+    assert pair.pool.export("other", [torch.ones(3)]).places[0].nbytes == 12  # type: ignore[union-attr]
+
+
 def test_a_full_pool_says_what_is_in_it(pair: Pair) -> None:
     pair.pool.export("first", [torch.zeros(MIB)])
     pair.pool.export("second", [torch.zeros(MIB - 64)])
