@@ -8,6 +8,7 @@ after that, or with the reader.
 
 from __future__ import annotations
 
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -94,13 +95,17 @@ class TensorReader:
         try:
             return Reading(self._device, owner, token, exported, targets)
         except WiringError:
-            with self._lock:
-                self._close_ended()
+            self.close_ended()
             raise
 
     @property
     def open_owners(self) -> int:
         return len(self._owners)
+
+    def close_ended(self) -> None:
+        """Unmap the memory of owners that have ended, which would else stay allocated as long as this process lives."""
+        with self._lock:
+            self._close_ended()
 
     def close(self) -> None:
         """Close all that is open. No read may be under way."""
@@ -117,7 +122,6 @@ class TensorReader:
         return self._owners[key]
 
     def _close_ended(self) -> None:
-        """Unmap the memory of owners that have ended, which would else stay allocated as long as this process lives."""
         ended = [key for key, owner in self._owners.items() if not owner.reads and not owner.leases.is_alive()]
         for key in ended:
             self._owners.pop(key).close()
@@ -189,7 +193,8 @@ class Reading:
         self._is_closed = True
         if self._end is None or self._is_read:
             self._let_go()
-        else:  # the copy reads the owner's memory and writes to the tensors here: the thread keeps both
+        elif not sys.is_finalizing():  # then no thread starts, and the process's end lets go
+            # The copy reads the owner's memory and writes to the tensors here. The thread keeps both.
             threading.Thread(target=self._let_go_after_copy, name="raymoe ends a read", daemon=True).start()
 
     def _let_go_after_copy(self) -> None:

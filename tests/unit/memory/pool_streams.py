@@ -6,6 +6,7 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+from raymoe.errors import CaptureError
 from raymoe.memory.host_shm import HostSegment
 from raymoe.memory.pool_devices import HostPoolDevice, Mark, PeerPiece
 
@@ -35,6 +36,7 @@ class SlowDevice(HostPoolDevice):
         self.mapped: Counter[object] = Counter()
         self.opened: Counter[object] = Counter()
         self.synchronised = 0
+        self.is_capturing = False
 
     def mark(self) -> Mark:
         self.writes.append(Work(b"%d" % len(self.writes)))
@@ -55,6 +57,10 @@ class SlowDevice(HostPoolDevice):
     def copy(self, pieces: Sequence[PeerPiece]) -> Mark:
         self.copies.append(Work(None, pieces=pieces))
         return self.copies[-1]
+
+    def check_can_enqueue(self) -> None:
+        if self.is_capturing:
+            raise CaptureError("the stream is captured")
 
     def synchronise(self) -> None:
         self.synchronised += 1

@@ -139,3 +139,17 @@ def test_a_withdrawn_file_is_a_dead_owner() -> None:
     assert not peer.is_alive()
     with pytest.raises(ProcessLookupError):
         peer.hold(1)
+
+
+def test_another_file_in_the_place_of_the_owners_is_no_owner() -> None:
+    own, other = OwnLeases("raymoe-test"), OwnLeases("raymoe-other")
+    peer, place = PeerLeases(own.descriptor()), int(str(own.descriptor()["fd"]))
+    own.close()
+    os.dup2(int(str(other.descriptor()["fd"])), place)
+    try:
+        assert not peer.is_alive()
+        with pytest.raises(ProcessLookupError, match="another file"):
+            peer.hold(1)
+    finally:
+        os.close(place)
+        other.close()

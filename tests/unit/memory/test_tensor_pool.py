@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import pickle
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Callable
@@ -13,10 +16,11 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from raymoe.errors import Aborted, ConfigError, PlacementError, WiringError
+from raymoe.errors import Aborted, CaptureError, ConfigError, PlacementError, WiringError
 from raymoe.memory.pool_devices import HostPoolDevice
 from raymoe.memory.tensor_pool import PoolLimits, TensorPool
 from raymoe.memory.tensor_reader import TensorReader
+from tests.python_path import python_path
 from tests.unit.memory.pool_streams import SlowDevice
 
 MIB = 2**20
@@ -234,6 +238,25 @@ def test_a_dropped_read_lets_go_after_its_copy(slow: tuple[Pair, SlowDevice]) ->
         time.sleep(0.01)
 
 
+ENDS = """
+import torch
+from raymoe.memory.tensor_pool import PoolLimits, TensorPool
+from raymoe.memory.tensor_reader import TensorReader
+from tests.unit.memory.pool_streams import SlowDevice
+device = SlowDevice()
+pool, reader = TensorPool(device, PoolLimits(), "me"), TensorReader(device)
+reading = reader.start(pool.export("key", [torch.ones(3)]))
+device.writes[0].done = True
+assert not reading.poll()
+"""
+
+
+def test_a_process_ends_in_the_middle_of_a_read() -> None:
+    environment = {**os.environ, "PYTHONPATH": python_path()}
+    done = subprocess.run([sys.executable, "-c", ENDS], env=environment, capture_output=True, timeout=60, check=False)
+    assert (done.returncode, done.stderr) == (0, b"")
+
+
 def test_tensors_that_were_freed_are_refused(pair: Pair) -> None:
     exported = pair.pool.export("key", [torch.ones(4)])
     pair.pool.release("key")
@@ -268,8 +291,10 @@ def test_a_full_pool_says_what_is_in_it(pair: Pair) -> None:
         "with 2 objects in it: drop ObjectRefs, or register a larger pool_bytes"
     )
     began = time.monotonic()
-    with pytest.raises(PlacementError, match=f"{8 * MIB} of {8 * MIB} are free, with 0 objects"):
-        Pair(HostPoolDevice(), replace(LIMITS, wait_s=60.0)).pool.export("large", [torch.zeros(3 * MIB)])
+    patient = Pair(HostPoolDevice(), replace(LIMITS, wait_s=60.0)).pool
+    patient.export("small", [torch.zeros(1)])
+    with pytest.raises(PlacementError, match=f"^{12 * MIB} bytes .* with 1 objects in it"):
+        patient.export("large", [torch.zeros(3 * MIB)])
     assert time.monotonic() - began < 30  # no wait helps
     pair.pool.release("first")
     assert same(pair.read(torch.ones(MIB))[0], torch.ones(MIB))
@@ -294,6 +319,13 @@ def test_tensors_of_the_pool_are_taken_as_they_are(pair: Pair) -> None:
     assert all(map(same, found, (own, own[3], own[:, 0])))
     own[3] = 5
     assert same(pair.reader.start(exported).wait(30)[1], own[3])
+
+
+def test_a_conjugate_of_a_tensor_of_the_pool_is_copied(pair: Pair) -> None:
+    """Its memory holds other values than it has."""
+    own = pair.pool.empty((4,), torch.complex64).copy_(torch.randn(4, dtype=torch.complex64))
+    found = pair.reader.start(pair.pool.export("key", [own.conj(), own])).wait(30)
+    assert same(found[0], own.conj()) and same(found[1], own)
 
 
 @pytest.mark.parametrize("first", ["tensor", "object"])
@@ -379,6 +411,46 @@ def test_memory_of_owners_that_have_ended_is_unmapped() -> None:
         reader.start(exported)
     assert reader.open_owners == 0
     reader.close()
+
+
+def test_memory_stays_mapped_while_a_copy_reads_it(slow: tuple[Pair, SlowDevice]) -> None:
+    pair, device = slow
+    reading = pair.reader.start(pair.pool.export("key", [torch.ones(3)]))
+    device.writes[0].done = True
+    assert not reading.poll()
+    pair.pool.close()
+    other = TensorPool(device, LIMITS, OWNER)
+    pair.reader.start(other.export("key", [torch.ones(3)])).close()
+    assert pair.reader.open_owners == 2
+    device.finish(device.copies[0])
+    with pytest.raises(WiringError, match="has ended"):
+        reading.poll()
+    reading.close()
+    other.close()
+    third = TensorPool(device, LIMITS, OWNER)
+    deadline = time.monotonic() + 60
+    while pair.reader.open_owners != 1 and time.monotonic() < deadline:  # a thread lets the first read go
+        pair.reader.start(third.export("key", [torch.ones(3)])).close()
+        third.release("key")
+        pair.reader.close_ended()
+    assert pair.reader.open_owners == 1
+    third.close()
+
+
+def test_a_mark_is_opened_once(slow: tuple[Pair, SlowDevice]) -> None:
+    pair, device = slow
+    exported = pair.pool.export("key", [torch.ones(3)])
+    for _ in range(3):
+        pair.reader.start(exported).close()
+    assert device.opened == {b"0": 1}
+
+
+def test_a_capture_is_refused_before_anything_is_taken(slow: tuple[Pair, SlowDevice]) -> None:
+    pair, device = slow
+    device.is_capturing = True
+    with pytest.raises(CaptureError, match="is captured"):
+        pair.pool.export("key", [torch.ones(3)])
+    assert pair.pool.usage().used_bytes == 0 and device.writes == []
 
 
 def test_a_read_that_times_out_or_is_aborted_leaves_both_usable(slow: tuple[Pair, SlowDevice]) -> None:
