@@ -271,7 +271,7 @@ class RayTensors(TensorTransportManager):
     def _device(self, device: torch.device) -> PoolDevice:
         """Return the one pool device, for the pool and for the reader."""
         if device not in self._devices:
-            self._devices[device] = HostPoolDevice() if device.type == "cpu" else GpuPoolDevice(device.index)
+            self._devices[device] = HostPoolDevice() if device.type == "cpu" else GpuPoolDevice.open(device.index)
         return self._devices[device]
 
     def _numbered(self, device: torch.device) -> torch.device:

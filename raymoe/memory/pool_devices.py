@@ -184,16 +184,19 @@ class GpuPoolDevice:
 
     has_streams = True
 
-    def __init__(self, ordinal: int) -> None:
-        self.device = torch.device("cuda", ordinal)
-        self._memory = GpuMemory.open(ordinal)
-        self._gpu = self._memory.gpu
-        self._segments = DeviceMemory(self._memory, retry_s=0.5)
-        self._cuda: Any = torch.cuda  # has no annotations
+    def __init__(self, memory: GpuMemory, cuda: Any = torch.cuda) -> None:
+        self.device = torch.device("cuda", memory.gpu.ordinal)
+        self._memory, self._gpu, self._cuda = memory, memory.gpu, cuda
+        self._segments = DeviceMemory(memory, retry_s=0.5)
         self._stream: Any = None
         self._free_events: list[Event] = []
         self._own: dict[object, Any] = {}  # by handle: CUDA opens no handle in the process that made it
         self._lock = threading.Lock()
+
+    @classmethod
+    def open(cls, ordinal: int) -> GpuPoolDevice:
+        """Open a GPU by its number in this process."""
+        return cls(GpuMemory.open(ordinal))
 
     def own(self, name: str, nbytes: int) -> DeviceSegment:
         with beside_captures(self._gpu):
