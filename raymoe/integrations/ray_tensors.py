@@ -95,7 +95,7 @@ def usage(transport: str = NAME) -> dict[str, dict[str, int]]:
 
 @dataclass
 class RayTensorsMetadata(TensorTransportMetadata):
-    """What Ray carries from the source to a receiver."""
+    """The part of an object that Ray carries from the source to a receiver."""
 
     exported: ExportedTensors | None = None
 

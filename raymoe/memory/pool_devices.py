@@ -1,4 +1,4 @@
-"""What a pool of tensors needs of its memory: segments that others can map, marks of its stream, and copies.
+"""Memory for pools of tensors, of CPUs and of GPUs: segments that others can map, marks of a stream, copies.
 
 A *mark* is a place in the work of a stream. On GPUs it is an event that other processes can open, so a reader sees when
 the owner's writes are done. On CPUs work is done when the call returns, so there a mark is always done.
@@ -32,7 +32,7 @@ class Mark(Protocol):
 
     @property
     def handle(self) -> bytes | None:
-        """What opens the mark in another process; None where there is nothing to open."""
+        """The bytes that open the mark in another process; None where there is nothing to open."""
         ...
 
     def is_done(self) -> bool:

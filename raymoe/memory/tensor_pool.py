@@ -35,7 +35,7 @@ _LOOK_S = 0.002
 
 @dataclass(frozen=True)
 class PoolLimits:
-    """How a pool grows."""
+    """The limits of a pool's growth."""
 
     pool_bytes: int = 4 * 2**30
     """The most bytes of all segments."""
@@ -64,7 +64,7 @@ class Place:
 
 @dataclass(frozen=True)
 class ExportedTensors:
-    """What a reader needs to read an object, as plain values that may travel in any way."""
+    """The description of an object for its readers: plain values, which may travel in any way."""
 
     owner: str
     """The owner's name for messages."""
@@ -136,8 +136,8 @@ class TensorPool:
             self._reclaim()
             if key in self._objects:
                 return self._objects[key].description
-            number = self._leases.number()
             blocks, places, mark = self._put(tensors)
+            number = self._leases.number()
             description = ExportedTensors(
                 owner=self._owner,
                 kind=self._device.device.type,

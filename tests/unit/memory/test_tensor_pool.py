@@ -362,6 +362,12 @@ def test_a_failed_copy_leaves_the_pool_usable(pair: Pair) -> None:
     assert same(pair.read(torch.ones(3))[0], torch.ones(3))
 
 
+class Sharded(torch.Tensor):
+    """A tensor that is a part of another one, as a DTensor is."""
+
+    placements = ("Shard(0)",)
+
+
 @pytest.mark.filterwarnings("ignore::UserWarning")
 @pytest.mark.parametrize(
     ("make", "message"),
@@ -369,9 +375,10 @@ def test_a_failed_copy_leaves_the_pool_usable(pair: Pair) -> None:
         (lambda: torch.ones(3).to_sparse(), "torch.sparse_coo form cannot be exported"),
         (lambda: torch.nested.nested_tensor([torch.ones(3), torch.ones(2)]), "nested form cannot be exported"),
         (lambda: torch.quantize_per_tensor(torch.ones(3), 0.1, 0, torch.qint8), "quantised form cannot be exported"),
+        (lambda: torch.ones(3).as_subclass(Sharded), "a DTensor cannot be exported"),
         (lambda: torch.empty(3, device="meta"), "a tensor on meta was given with one on cpu"),
     ],
-    ids=["sparse", "nested", "quantised", "meta"],
+    ids=["sparse", "nested", "quantised", "sharded", "meta"],
 )
 def test_other_tensors_are_refused(pair: Pair, make: Callable[[], torch.Tensor], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
