@@ -128,6 +128,11 @@ class TensorActor:
         return torch.full((count,), number, device=self.device)
 
     @ray.method(tensor_transport="raymoe")
+    def with_gradients(self) -> list[torch.Tensor]:
+        own = torch.nn.Parameter(torch.ones(1000, device=self.device))
+        return [own, own * 2]
+
+    @ray.method(tensor_transport="raymoe")
     def sparse(self) -> torch.Tensor:
         return torch.ones(3, device=self.device).to_sparse()
 
@@ -140,6 +145,9 @@ class TensorActor:
     def digest(self, value: Any) -> tuple[str, set[str]]:
         """Return the hash of an object that came, and the devices of its tensors."""
         return digest(value), {tensor.device.type for tensor in (*value["list"], value["one"])}
+
+    def forms(self, values: list[torch.Tensor]) -> list[tuple[str, bool, float]]:
+        return [(type(value).__name__, value.requires_grad, float(value.detach().sum())) for value in values]
 
     def sums(self, *values: torch.Tensor) -> list[float]:
         return [float(value.double().sum()) for value in values]

@@ -76,6 +76,12 @@ def test_objects_that_were_put_are_read_by_actors_and_by_their_owner(actors: lis
     assert got(receiver.digest.remote(own), source.digest.remote(source.random.remote(5))) == [(wanted, {"cpu"})] * 2
 
 
+def test_tensors_come_without_gradients_and_parameters_as_such(actors: list[Actor]) -> None:
+    source, receiver, _ = actors
+    forms = got(receiver.forms.remote(source.with_gradients.remote()))[0]
+    assert forms == [("Parameter", True, 1000.0), ("Tensor", False, 2000.0)]
+
+
 def test_memory_is_used_again_when_ray_has_freed_an_object(actors: list[Actor]) -> None:
     """Five times as many bytes as the pool has go through it."""
     source, receiver, _ = actors
