@@ -15,12 +15,14 @@ from __future__ import annotations
 import fcntl
 import os
 import struct
+import time
 from pathlib import Path
 
 from raymoe.errors import WiringError
 from raymoe.memory import host_shm
 
 _FILE_BYTES = 4096
+_LOOK_S = 0.01
 _OPEN_FLAGS = os.O_RDONLY | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC
 
 
@@ -71,6 +73,15 @@ class PeerLeases:
             return self._path.stat().st_ino == self._inode
         except OSError:
             return False
+
+    def ends_within(self, seconds: float) -> bool:
+        """Return whether the owner has ended, at once or within so many seconds."""
+        deadline = time.monotonic() + seconds
+        while self.is_alive():
+            if time.monotonic() > deadline:
+                return False
+            time.sleep(_LOOK_S)
+        return True
 
     def hold(self, number: int) -> Lease | None:
         """Hold an object; None if it is retired. Raises `ProcessLookupError` if the owner is gone."""

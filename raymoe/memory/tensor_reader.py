@@ -18,7 +18,7 @@ from typing import Any, Self
 import torch
 from torch import Tensor
 
-from raymoe.errors import Aborted, WiringError
+from raymoe.errors import Aborted, CudaError, WiringError
 from raymoe.memory.address import boot_id
 from raymoe.memory.leases import Lease, PeerLeases
 from raymoe.memory.pool_devices import Mark, PeerPiece, PoolDevice
@@ -28,6 +28,7 @@ _SPIN_S = 0.0005
 _LOOK_S = 0.00005
 _LONGEST_LOOK_S = 0.002
 _LIFE_S = 0.05  # between two looks whether the owner lives
+_ENDING_S = 2.0  # a process that is killed loses its events some time before its files
 
 
 class _Owner:
@@ -75,8 +76,9 @@ class _Owner:
         """Name the owner in errors of its memory."""
         try:
             yield
-        except WiringError as error:
-            raise WiringError(f"the tensors of {self.name} cannot be read here: {error}") from error
+        except (RuntimeError, WiringError) as error:  # the first is torch's, of an event
+            cause = str(error).partition("\n")[0]
+            raise WiringError(f"the tensors of {self.name} cannot be read here: {cause}") from error
 
 
 class TensorReader:
@@ -160,9 +162,15 @@ class Reading:
         """Start the copy if the owner has written the object; return whether the copy is done."""
         if self._is_read:
             return True
-        if self._end is None and self._written.is_done():
-            self._end = self._device.copy(self._pieces)
-        done = self._end is not None and self._end.is_done()
+        try:
+            done = self._advance()
+        except (
+            CudaError,
+            RuntimeError,
+        ) as error:  # the second is torch's: the owner may be ending, and its event with it
+            if self._owner.leases.ends_within(_ENDING_S):
+                raise self._owner.ended() from error
+            raise
         if done or time.monotonic() > self._next_look:
             self._next_look = time.monotonic() + _LIFE_S
             if not self._owner.leases.is_alive():
@@ -217,6 +225,11 @@ class Reading:
 
     def __del__(self) -> None:
         self.close()
+
+    def _advance(self) -> bool:
+        if self._end is None and self._written.is_done():
+            self._end = self._device.copy(self._pieces)
+        return self._end is not None and self._end.is_done()
 
     def _hold(self, number: int) -> Lease:
         try:

@@ -17,9 +17,12 @@ class Work:
 
     handle: bytes | None
     done: bool = False
+    error: Exception | None = None
     pieces: Sequence[PeerPiece] = field(default_factory=list)
 
     def is_done(self) -> bool:
+        if self.error is not None:
+            raise self.error
         return self.done
 
 

@@ -16,8 +16,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from raymoe.errors import Aborted, CaptureError, ConfigError, PlacementError, WiringError
-from raymoe.memory.pool_devices import HostPoolDevice
+from raymoe.errors import Aborted, CaptureError, ConfigError, CudaError, PlacementError, WiringError
+from raymoe.memory import tensor_reader
+from raymoe.memory.pool_devices import HostPoolDevice, Mark
 from raymoe.memory.tensor_pool import PoolLimits, TensorPool
 from raymoe.memory.tensor_reader import TensorReader
 from tests.python_path import python_path
@@ -403,6 +404,44 @@ def test_an_owner_that_ends_in_the_middle_is_named(slow: tuple[Pair, SlowDevice]
     late.join()
     reading.close()
     assert device.copies == []
+
+
+@pytest.mark.parametrize("kind", [RuntimeError, CudaError])
+@pytest.mark.parametrize("ends", [True, False])
+def test_an_error_of_an_event_is_that_of_an_owner_that_ends(
+    slow: tuple[Pair, SlowDevice], monkeypatch: pytest.MonkeyPatch, ends: bool, kind: type[Exception]
+) -> None:
+    """A killed process may lose its GPU before its files."""
+    pair, device = slow
+    reading = pair.reader.start(pair.pool.export("key", [torch.ones(3)]))
+    device.writes[0].error = kind("CUDA error: unknown error")
+    monkeypatch.setattr(tensor_reader, "_ENDING_S", 30.0 if ends else 0.1)
+    late = threading.Timer(0.1, pair.pool.close)
+    if ends:
+        late.start()
+    with pytest.raises(WiringError if ends else kind, match="has ended" if ends else "CUDA error"):
+        reading.wait(60)
+    late.cancel()
+    reading.close()
+    device.writes[0].error = None
+
+
+def test_an_event_that_cannot_be_opened_is_named(
+    slow: tuple[Pair, SlowDevice], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pair, device = slow
+    exported = pair.pool.export("key", [torch.ones(3)])
+
+    def fail(handle: bytes | None) -> Mark:
+        raise RuntimeError("CUDA error: invalid resource handle\nCompile with more")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(device, "open_mark", fail)
+        with pytest.raises(WiringError, match=r"of Actor\(Trainer, .* cannot be read here: .* resource handle$"):
+            pair.reader.start(exported)
+    pair.pool.release("key")
+    device.writes[0].done = True
+    assert pair.pool.usage().waiting == 0  # the failed read holds nothing
 
 
 def test_memory_of_owners_that_have_ended_is_unmapped() -> None:
