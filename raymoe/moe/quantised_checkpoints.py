@@ -3,9 +3,9 @@
 | from | below the prefix | dtype, sizes |
 | --- | --- | --- |
 | DeepSeek-V3 | `0.gate_proj.weight`, `0.gate_proj.weight_scale_inv`; up_proj, down_proj | e4m3 `[F, H]` |
-| transformers | `gate_up_proj`, `gate_up_proj_scale_inv`; down_proj | e4m3 `[E, 2F, H]` |
+| transformers | `gate_up_proj`, `gate_up_proj_scale_inv`; down_proj | e4m3 `[E, 2F, H]`, or MXFP4 `[E, 2F, H / 2]` |
 | gpt-oss | `gate_up_proj_blocks`, `gate_up_proj_scales`; down_proj | MXFP4 `[E, 2F, H / 32, 16]` |
-| others | `0.w1.weight`, `0.w1.scale`; w3 (up), w2 (down) | e4m3 `[F, H]`, or MXFP4 `[F, H / 2]` |
+| DeepSeek-V4 | `0.w1.weight`, `0.w1.scale`; w3 (up), w2 (down) | e4m3 `[F, H]`, or MXFP4 `[F, H / 2]` |
 
 e4m3 has a scale for each 128 x 128, and MXFP4 for 32 of a row. Scales are float32, or exponents of powers of two
 (ue8m0): float8_e8m0fnu or bytes. One expert is read and re-encoded at a time, into tensors that hold those of the rank.
@@ -45,8 +45,8 @@ def load_quantised_experts(
     """Take the experts whose tensors are below `prefix`, such as "model.layers.3.mlp.experts", from a checkpoint.
 
     `tensors` maps names to tensors: a `state_dict`, or `CheckpointFiles`, which reads what is taken. `experts` are the
-    numbers of those that the rank holds, by default all. The activation is SwiGLU, and for MXFP4 `[E, ...]` that of
-    gpt-oss, where gate and up take turns. F is padded to a multiple of 128, as by `quantise_experts`. MXFP4 is
+    numbers of those that the rank holds, by default all. The activation is SwiGLU, and that of gpt-oss for its names,
+    where gate and up take turns. F is padded to a multiple of 128, as by `quantise_experts`. MXFP4 is
     re-encoded without an error, or refused (`raymoe.moe.mxfp4`).
 
     >>> from raymoe.fp8 import quantise_weight
@@ -68,8 +68,7 @@ def load_quantised_experts(
     for place, number in enumerate(numbers):
         filled.put(place, source.gate_up(number), source.down(number))
     biases = source.biases(numbers)
-    own_activation = GPT_OSS if isinstance(source, _Fused) and source.four_bits else SWIGLU
-    return QuantisedExperts(filled.weights(*biases), own_activation if activation is None else activation)
+    return QuantisedExperts(filled.weights(*biases), source.activation if activation is None else activation)
 
 
 # The tensors of a checkpoint, by their names.
@@ -80,6 +79,10 @@ class _Source(Protocol):
 
     @property
     def count(self) -> int: ...
+    @property
+    def activation(self) -> Activation:
+        """The activation of models with such a checkpoint."""
+
     @property
     def interleaved(self) -> bool: ...
 
@@ -97,9 +100,9 @@ _SCALES = ("weight_scale_inv", "scale")
 def _source_of(tensors: Mapping[str, Tensor], below: str, activation: Activation | None) -> _Source:
     interleaved = None if activation is None else activation.interleaved
     if f"{below}gate_up_proj_blocks" in tensors:
-        return _Fused(tensors, below, interleaved is not False, four_bits=True)
+        return _Fused(tensors, below, interleaved is not False, ("_blocks", "_scales"), GPT_OSS)
     if f"{below}gate_up_proj_scale_inv" in tensors:
-        return _Fused(tensors, below, bool(interleaved), four_bits=False)
+        return _Fused(tensors, below, bool(interleaved))
     for names in _NAMES:
         for scale in _SCALES:
             if f"{below}0.{names[0]}.{scale}" in tensors:
@@ -121,6 +124,7 @@ class _Separate:
     below: str
     names: tuple[str, str, str]
     scale: str
+    activation = SWIGLU
     interleaved = False
 
     @property
@@ -161,7 +165,9 @@ class _Fused:
     tensors: Mapping[str, Tensor]
     below: str
     interleaved: bool
-    four_bits: bool
+    endings: tuple[str, str] = ("", "_scale_inv")
+    """The ends of the names of weights and of scales."""
+    activation: Activation = SWIGLU
 
     @property
     def count(self) -> int:
@@ -174,7 +180,7 @@ class _Fused:
         if self.interleaved:
             return [_scaled(weight, scales, name, number)]
         outputs = len(weight) // 2
-        if self.four_bits:
+        if weight.dtype in _FOUR_BITS:
             halves = zip(weight.chunk(2), scales.chunk(2), strict=True)
             return [
                 _scaled(*half, f"{name} ({part})", number) for half, part in zip(halves, ("gate", "up"), strict=True)
@@ -196,8 +202,7 @@ class _Fused:
         return gate_up, down
 
     def _names(self, name: str) -> tuple[str, str]:
-        endings = ("_blocks", "_scales") if self.four_bits else ("", "_scale_inv")
-        values, scales = (f"{self.below}{name}{ending}" for ending in endings)
+        values, scales = (f"{self.below}{name}{ending}" for ending in self.endings)
         return values, scales
 
     def _tensors(self, name: str, number: int) -> tuple[Tensor, Tensor]:
@@ -222,14 +227,14 @@ def _scaled(weight: Tensor, scales: Tensor, name: str, number: int | None = None
     shown = name if number is None else f"{name}, expert {number}"
     rows = len(weight)
     if weight.dtype in _FOUR_BITS:
-        pairs = weight.view(torch.uint8).reshape(rows, -1)
+        pairs, exponents = weight.view(torch.uint8).reshape(rows, -1), _exponent_bytes(scales)
         size = [rows, pairs.shape[1] * 2 // MX_GROUP]
-        if scales.dtype not in _EXPONENTS or list(scales.shape) != size or pairs.shape[1] % (MX_GROUP // 2):
+        if exponents is None or list(scales.shape) != size or pairs.shape[1] % (MX_GROUP // 2):
             raise ConfigError(
-                f"{shown} is {weight.dtype} {list(weight.shape)} with scales {scales.dtype} {list(scales.shape)}; of "
-                f"4-bit floats a scale for each {MX_GROUP} columns is needed, as uint8 or float8_e8m0fnu {size}"
+                f"{shown} is {weight.dtype} {list(weight.shape)} with scales {scales.dtype} {list(scales.shape)}; "
+                f"4-bit floats have a scale for each {MX_GROUP} columns, a power of two: {size} are needed"
             )
-        return reencode_mxfp4(pairs, scales.view(torch.uint8), shown)
+        return reencode_mxfp4(pairs, exponents, shown)
     if weight.dtype != _E4M3 or weight.dim() != 2:
         raise ConfigError(f"{shown} is {weight.dtype} {list(weight.shape)}; torch.float8_e4m3fn [N, K] is needed")
     size = [-(-length // FP8_BLOCK) for length in weight.shape]
@@ -242,6 +247,14 @@ def _scaled(weight: Tensor, scales: Tensor, name: str, number: int | None = None
     if not bool(numbers.isfinite().all()):
         raise ConfigError(f"{shown} has a scale that is no finite number; the checkpoint is damaged")
     return weight, numbers
+
+
+def _exponent_bytes(scales: Tensor) -> Tensor | None:
+    """Return the exponents plus 127 of scales that are powers of two, None of others."""
+    if scales.dtype in _EXPONENTS:
+        return scales.view(torch.uint8)
+    exponents = scales.to(torch.float8_e8m0fnu)
+    return exponents.view(torch.uint8) if torch.equal(exponents.float(), scales.float()) else None
 
 
 def scales_as_float32(scales: Tensor) -> Tensor:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -99,6 +100,27 @@ def test_experts_of_a_checkpoint_compute_what_its_weights_say() -> None:
     swapped = Exact(groups).gated(x, torch.cat((exact["up_proj"], exact["gate_proj"]), 1), SWIGLU.form)
     with pytest.raises(AssertionError):
         near(y[own], Exact(groups).linear(swapped, exact["down_proj"])[own], 6e-2)
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("scale_fmt", ["float", "ue8m0"])
+def test_weights_that_transformers_quantised(scale_fmt: str) -> None:
+    from transformers.integrations.finegrained_fp8 import Fp8Dequantize, Fp8Quantize  # takes seconds
+
+    config = SimpleNamespace(weight_block_size=(128, 128), scale_fmt=scale_fmt)
+    quantiser = SimpleNamespace(quantization_config=config)
+    case, tensors = RowsCase(COUNTS), {}
+    weights = {"gate_up_proj": case.drawn(4, 256, 384, seed=1), "down_proj": case.drawn(4, 384, 128, seed=2)}
+    for name, weight in weights.items():
+        tensors |= Fp8Quantize(quantiser).convert({f"{PREFIX}.{name}": weight})
+    scales = tensors[f"{PREFIX}.down_proj_scale_inv"]
+    assert scales.shape == (4, 3, 1) and scales.dtype == (E8M0 if scale_fmt == "ue8m0" else torch.float32)
+    loaded = load_quantised_experts(tensors, PREFIX)
+    for name, weight in weights.items():
+        values = (tensors[f"{PREFIX}.{name}"], tensors[f"{PREFIX}.{name}_scale_inv"])
+        theirs = Fp8Dequantize(quantiser)._dequantize_one(*values, torch.float32)
+        assert torch.equal(wide(loaded, name), theirs)
+        near(theirs, weight, 4e-2)
 
 
 # Files.
@@ -216,20 +238,46 @@ def test_four_bits_with_gate_before_up() -> None:
     assert not gate_up[:, 96:128].any() and not gate_up[:, 224:].any()
 
 
-@pytest.mark.parametrize("dtype", [torch.int8, torch.float4_e2m1fn_x2], ids=str)
-def test_four_bits_of_single_experts(dtype: torch.dtype) -> None:
-    tensors, single = mxfp4(96), {}
-    for number in range(len(COUNTS)):
-        pairs = [tensors[f"{PREFIX}.{name}_blocks"][number].flatten(1) for name in ("gate_up_proj", "down_proj")]
-        scales = [tensors[f"{PREFIX}.{name}_scales"][number] for name in ("gate_up_proj", "down_proj")]
-        for name, weight, scale in zip(
-            ("w1", "w3", "w2"), (*pairs[0].chunk(2), pairs[1]), (*scales[0].chunk(2), scales[1]), strict=True
-        ):
-            single[f"{PREFIX}.{number}.{name}.weight"] = weight.contiguous().view(dtype)
-            single[f"{PREFIX}.{number}.{name}.scale"] = scale.view(E8M0)
+def packed(tensors: Tensors, dtype: torch.dtype) -> dict[str, tuple[Tensor, Tensor]]:
+    """Return weights [E, N, K / 2] of a dtype with their scales."""
+    return {
+        name: (
+            tensors[f"{PREFIX}.{name}_blocks"].flatten(2).view(dtype),
+            tensors[f"{PREFIX}.{name}_scales"].view(E8M0),
+        )
+        for name in ("gate_up_proj", "down_proj")
+    }
+
+
+def check_same_numbers(single: Tensors, tensors: Tensors) -> None:
     loaded, other = (load_quantised_experts(each, PREFIX, activation=SWIGLU) for each in (single, tensors))
     for name in ("gate_up_proj", "down_proj"):
         assert torch.equal(wide(loaded, name), wide(other, name))
+    assert load_quantised_experts(single, PREFIX).activation == SWIGLU
+
+
+@pytest.mark.parametrize("dtype", [torch.int8, torch.float4_e2m1fn_x2], ids=str)
+def test_four_bits_of_single_experts(dtype: torch.dtype) -> None:
+    tensors, single = mxfp4(96), {}
+    weights = packed(tensors, torch.uint8)
+    for number in range(len(COUNTS)):
+        (gate_up, gate_up_scales), (down, down_scales) = (
+            (values[number], scales[number]) for values, scales in weights.values()
+        )
+        for name, weight, scales in zip(
+            ("w1", "w3", "w2"), (*gate_up.chunk(2), down), (*gate_up_scales.chunk(2), down_scales), strict=True
+        ):
+            single[f"{PREFIX}.{number}.{name}.weight"] = weight.contiguous().view(dtype)
+            single[f"{PREFIX}.{number}.{name}.scale"] = scales
+    check_same_numbers(single, tensors)
+
+
+@pytest.mark.parametrize("scales", [E8M0, torch.float32], ids=str)
+def test_four_bits_under_the_names_of_eight(scales: torch.dtype) -> None:
+    tensors, together = mxfp4(96), {}
+    for name, (weight, exponents) in packed(tensors, torch.int8).items():
+        together |= {f"{PREFIX}.{name}": weight, f"{PREFIX}.{name}_scale_inv": exponents.to(scales)}
+    check_same_numbers(together, tensors)
 
 
 class LargeResults(TorchDispatchMode):
@@ -315,8 +363,12 @@ REFUSALS: dict[str, tuple[Any, str]] = {
     ),
     "blocks of gate and up": (lambda: fused(model(72)), r"gate and up of 72 rows each, and a scale for 128 rows of"),
     "scales of four bits": (
-        lambda: changed(mxfp4(64), down_proj_scales=torch.ones(4, HIDDEN, 2)),
-        r"down_proj_blocks, expert 0 is torch\.uint8 \[160, 2, 16\] with scales torch\.float32 \[160, 2\]; of 4-bit",
+        lambda: changed(mxfp4(64), down_proj_scales=torch.full((4, HIDDEN, 2), 0.3)),
+        r"down_proj_blocks, expert 0 is torch\.uint8 \[160, 2, 16\] with scales torch\.float32 \[160, 2\]; 4-bit flo",
+    ),
+    "other scales of four bits": (
+        lambda: changed(mxfp4(64), gate_up_proj_scales=torch.ones(4, 128, 4)),
+        r"gate_up_proj_blocks, expert 0 is .* a power of two: \[128, 5\] are needed",
     ),
 }
 
