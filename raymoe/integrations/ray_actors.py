@@ -218,7 +218,7 @@ class _Meetings:
         self._held: list[tuple[_JoiningRank, Any]] = []
 
     def device(self, device: str) -> str:
-        return _device(device)
+        return device_here(device)
 
     def gather(
         self,
@@ -280,7 +280,7 @@ class _JoiningRank:
     def _open(self, device: str) -> World:
         from raymoe.memory.world import World
 
-        return World.of_member(replace(self.member, device=_device(device)))
+        return World.of_member(replace(self.member, device=device_here(device)))
 
     def enter(self, descriptor: dict[str, Any] | None, problem: Exception | None) -> Any:
         """Enter the meeting of this name with a descriptor or a problem. If it is just ending, wait for a new one."""
@@ -357,7 +357,7 @@ def _first_line(error: BaseException) -> str:
     return next(iter(str(error).splitlines()), "") or type(error).__name__
 
 
-def _device(device: str) -> str:
+def device_here(device: str) -> str:
     """Choose the device of this actor or task."""
     from raymoe.memory.auto_device import VisibleGpus, device_in_ray
 

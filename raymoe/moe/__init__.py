@@ -5,6 +5,7 @@ functions over rows are in `raymoe/rows/`; they need no world.
 """
 
 from raymoe.moe.by_name import exchange_of as exchange_of
+from raymoe.moe.checkpoint_files import CheckpointFiles as CheckpointFiles
 from raymoe.moe.copies import add_copy_gradients as add_copy_gradients
 from raymoe.moe.differentiable import ExpertRows as ExpertRows
 from raymoe.moe.differentiable import combine as combine
@@ -27,6 +28,7 @@ from raymoe.moe.offered_weights import offer_weights as offer_weights
 from raymoe.moe.offered_weights import open_weights as open_weights
 from raymoe.moe.placement import Placement as Placement
 from raymoe.moe.placement import plan_placement as plan_placement
+from raymoe.moe.quantised_checkpoints import load_quantised_experts as load_quantised_experts
 from raymoe.moe.quantised_experts import QuantisedExperts as QuantisedExperts
 from raymoe.moe.quantised_experts import quantise_experts as quantise_experts
 from raymoe.moe.router import Router as Router

@@ -187,6 +187,20 @@ def by_sms(page: str, first: str, file: str, run: str) -> Table:
     return Table(page, first, columns, sms)
 
 
+def at_equal_sms(first: str, layout: str, count: int) -> Table:
+    def column(backend: str, op: str) -> Column:
+        keys = {"backend": backend, "op": op, "layout": layout, "tokens": count, "l2": "cold"}
+        return Column("bench_systems_h100x2", ("urwd", "yhkm"), keys)
+
+    columns = {
+        "dispatch `fused`": column("fused", "dispatch"),
+        "dispatch `deepep_v2`": column("deepep_v2", "dispatch"),
+        "combine `fused`": column("fused", "combine"),
+        "combine `deepep_v2`": column("deepep_v2", "combine"),
+    }
+    return Table(COMPARISON, first, columns, sms)
+
+
 def zipf(page: str, first: str, file: str, run: str) -> Table:
     columns = {
         "dispatch": exchange(file, run, "fused", "dispatch"),
@@ -287,6 +301,9 @@ TABLES = [
     copies("evidence/links.md", "both at once", "p2p_h200x2", "awho", "all_to_all"),
     overlap("evidence/overlap.md", "`sms`, 2× H200", "bench_overlap_h200x2", "wiii"),
     systems(COMPARISON, "tokens, 2× H200", "bench_exchange_h200x2", "csun"),
+    at_equal_sms("SMs, 4096 tokens by expert", "expert", 4096),
+    at_equal_sms("SMs, 4096 tokens by rank", "rank", 4096),
+    at_equal_sms("SMs, 1024 tokens by expert", "expert", 1024),
     nccl("dispatch", {"NCCL all-gather": "all_gather", "NCCL all-to-all": "all_to_all"}),
     nccl("combine", {"NCCL, all sums": "all_to_all_sums", "NCCL, wanted sums": "all_to_all"}),
     by_sms(SCALING, "SMs, 2× H200", "bench_sms_h200x2", "juoe"),

@@ -28,7 +28,7 @@ def check(case: OuterCase, blocks: int = 2, seed: int = 0) -> None:
     [
         OuterCase(),
         OuterCase((64, 65, 0, 128, 3), outputs=8, columns=8),
-        OuterCase((16, 48, 33, 1), outputs=264, columns=328),
+        OuterCase((16, 48, 33), outputs=136, columns=328),
         OuterCase((200,), outputs=128, columns=256, gap=0),
         OuterCase((300, 1), outputs=64, columns=192, gap=None),
         OuterCase((0, 0), outputs=72, columns=264),
@@ -42,6 +42,7 @@ def test_each_expert_multiplies_its_own_rows(case: OuterCase, adds: bool) -> Non
     check(replace(case, adds=adds))
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("seed", range(6))
 def test_any_number_of_blocks_shares_the_tiles(seed: int) -> None:
     check(OuterCase((70, 0, 20, 150), outputs=136, columns=264), blocks=seed % 3 + 1, seed=seed)
