@@ -195,16 +195,18 @@ class MoELayer(nn.Module):
         By name it takes:
 
         - `weights="float32"`: parameters become float32, for training, and rows have the dtype of the block;
-        - `experts_dtype="float8_e4m3"`: the experts are quantised, for inference, and have their weights outputs first;
+        - `experts_dtype="float8_e4m3"`: the experts are quantised, for inference, and have their weights outputs first.
+          8-bit experts of `FineGrainedFP8Config` stay as they are;
         - `dtype`: that of rows. A block in float32 with `dtype="bfloat16"` keeps its parameters;
         - `capacity`, as in `ExchangeSpec`; `backend` and `sms`, as in a layer.
         """
         parts = parts_of(block, world.rank, world.size)
         gate_up = parts.experts.gate_up_proj
-        hidden = gate_up.shape[1] if parts.experts.transposed else gate_up.shape[2]
+        hidden = gate_up.shape[1] if getattr(parts.experts, "transposed", False) else gate_up.shape[2]
         form, weights = parts.router.form, options.get("weights")
-        dtype = dtype_name(options.get("dtype") or gate_up.dtype)
-        of_weights = dtype_of_weights(weights or gate_up.dtype, dtype)
+        own = parts.router.weight.dtype if isinstance(parts.experts, QuantisedExperts) else gate_up.dtype
+        dtype = dtype_name(options.get("dtype") or own)
+        of_weights = dtype_of_weights(weights or own, dtype)
         if weights is not None:
             parts.cast(of_weights)
         check_experts_dtype(options.get("experts_dtype"))
@@ -296,6 +298,8 @@ class MoELayer(nn.Module):
         hidden = self.exchange.spec.hidden
         if x.dim() == 0 or x.shape[-1] != hidden:
             raise ConfigError(f"x has shape {list(x.shape)}; this layer takes rows of {hidden}")
+        if torch.is_grad_enabled() and isinstance(self.experts, QuantisedExperts):
+            refuse_gradients([("x", x), *self.named_parameters()])
         flat = x.reshape(-1, hidden)
         h = flat if self.norm is None else self.norm(flat)
         h = h if self.rows_dtype is None else h.to(self.rows_dtype)

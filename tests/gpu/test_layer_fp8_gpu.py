@@ -197,7 +197,9 @@ def run_refused(world: World, case: Layer) -> str:
 def test_gradients_are_refused_before_anything_is_sent(ranks: GpuRanks) -> None:
     size = min(RANKS, 4)
     for message in ranks.run(size, run_refused, Layer(size)):
-        assert message.startswith("a layer with 8-bit experts has no gradients, and x needs one; call it under")
+        assert message.startswith(
+            "a layer with 8-bit experts has no gradients, and gate.weight needs one; call it under"
+        )
 
 
 @pytest.mark.parametrize("tokens", [16, 300])

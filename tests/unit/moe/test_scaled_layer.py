@@ -22,6 +22,7 @@ from raymoe.moe import (
     MoELayer,
     RouterForm,
     let_sleep,
+    load_quantised_experts,
     offer_weights,
     plan_placement,
     quantise_experts,
@@ -201,6 +202,14 @@ def test_live_weights_are_values_and_scales(pool: RankPool) -> None:
     assert pool.run(2, live, whole_weights(2)) == [[True, True]] * 2
 
 
+def test_experts_of_a_checkpoint_are_loaded(world: World) -> None:
+    layer, whole = MoELayer(world, SPEC, FORM, seed=1), whole_weights(2)
+    loaded = load_quantised_experts({f"experts.{name}": each for name, each in whole.items()}, "experts")
+    layer.load({f"experts.{name}": each for name, each in loaded.named_parameters()}, partial=True)
+    for name, each in layer.experts.named_parameters():
+        assert_same_bits(each, whole[name])
+
+
 def test_live_weights_of_another_dtype_are_refused(world: World) -> None:
     layer = MoELayer(world, SPEC, FORM, seed=1)
     wide = {"experts.down_proj": torch.zeros(E, H, 256)}
@@ -255,8 +264,10 @@ def test_experts_sleep_and_wake(world: World) -> None:
 def test_gradients_are_refused_in_one_sentence(world: World) -> None:
     layer, x = MoELayer(world, SPEC, FORM, seed=3), rows(0)
     message = r"^a layer with 8-bit experts has no gradients, and {} needs one; call it under torch.no_grad, or train a"
-    with pytest.raises(ConfigError, match=message.format("x")):
-        layer(x)
+    routing = torch.zeros(len(x), K, dtype=torch.int64), torch.ones(len(x), K)
+    for call in (lambda: layer(x), lambda: layer.apply_experts(x, *routing)):
+        with pytest.raises(ConfigError, match=message.format("gate.weight")):
+            call()
     layer.requires_grad_(False)
     frozen = layer(x)
     with pytest.raises(ConfigError, match=message.format("x")):
