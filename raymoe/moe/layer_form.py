@@ -46,8 +46,12 @@ class LayerForm:
     deterministic: str | None = None
     """`batch`: the bits of a token's result depend on that token alone, not on the others or their number, nor on
     whether gradients are recorded. It leaves out kernels that cannot do that (docs/reproducibility.md)."""
+    recompute: str = "nothing"
+    """What the backward pass computes again: `nothing`; `activation`, the rows between the experts' products; or `all`,
+    the whole forward pass, dispatch included (docs/layer.md)."""
 
     def __post_init__(self) -> None:
+        check_recompute(self.recompute)
         check_deterministic(self.deterministic)
         for name, least in (("ffn", 1), ("shared", 0)):
             value = getattr(self, name)
@@ -61,6 +65,12 @@ def check_deterministic(kind: str | None) -> None:
     """Refuse what `LayerForm.deterministic` cannot be."""
     if kind not in (None, "batch"):
         raise ConfigError(f"deterministic is {kind!r}; it is None or 'batch'")
+
+
+def check_recompute(kind: str) -> None:
+    """Refuse what `LayerForm.recompute` cannot be."""
+    if kind not in ("nothing", "activation", "all"):
+        raise ConfigError(f"recompute is {kind!r}; it is 'nothing', 'activation' or 'all'")
 
 
 def dtype_of_weights(weights: str | torch.dtype | None, rows: str) -> torch.dtype:
