@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 
@@ -11,7 +12,7 @@ import torch
 from raymoe.errors import ConfigError
 from raymoe.exchange.spec import ExchangeSpec
 from raymoe.memory.world import World
-from raymoe.moe import LayerForm, MoELayer
+from raymoe.moe import LayerForm, MoELayer, record_routes
 from raymoe.moe.activation import GPT_OSS, SWIGLU, Activation
 from raymoe.moe.expert_rows import Groups
 from raymoe.moe.experts import Experts, ModelWeights, local
@@ -129,6 +130,25 @@ def test_a_compiled_layer_has_the_gradients_and_keeps_no_activation(
     shapes = {tuple(tensor.shape) for tensor in kept_by(lambda: compiled(x)).values()}
     rows = SPEC.rows(1)
     assert (rows, F) not in shapes and ((rows, 2 * F) in shapes) == (kind == "activation"), shapes
+
+
+def test_a_repeated_pass_counts_no_rows_and_records_no_routes(alone: World) -> None:
+    layer = MoELayer(alone, SPEC, LayerForm(F, recompute="all"), seed=1)
+    with record_routes(layer, tokens=64) as routes:
+        layer(drawn(20, H, seed=5).requires_grad_()).sum().backward()
+    assert routes.ids().shape == (1, 20, SPEC.topk)
+    assert int(layer.row_counts.total.sum()) == 20 * SPEC.topk
+
+
+def test_a_copy_and_a_layer_without_gradients_compute_the_same(alone: World) -> None:
+    layer, x = MoELayer(alone, SPEC, LayerForm(F), seed=1), drawn(20, H, seed=5)
+    with torch.no_grad():
+        wanted = layer(x)
+        for kind in ("activation", "all"):
+            layer.recompute = kind
+            copied = copy.deepcopy(layer)
+            assert copied.recompute == kind and copied.experts.recomputes == (kind == "activation")
+            assert_same_bits(copied(x), wanted)
 
 
 # Memory.
