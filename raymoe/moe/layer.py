@@ -23,17 +23,9 @@ from raymoe.moe.differentiable import combine, dispatch, expert_major
 from raymoe.moe.experts import shard
 from raymoe.moe.families import Parts, parts_of
 from raymoe.moe.layer_form import LayerForm as LayerForm
-from raymoe.moe.layer_form import (
-    Mlp,
-    Norm,
-    check_deterministic,
-    check_recompute,
-    draw_weights,
-    dtype_of_weights,
-    empty_parts,
-)
+from raymoe.moe.layer_form import Mlp, Norm, check_deterministic, draw_weights, dtype_of_weights, empty_parts
 from raymoe.moe.live_weights import Loading, WeightSource, load_into
-from raymoe.moe.recomputed_layer import recomputed
+from raymoe.moe.recomputed_layer import check_recompute, recomputed
 from raymoe.moe.router import Routed
 from raymoe.moe.row_counts import RowCounts
 from raymoe.moe.slot_parts import move_slots

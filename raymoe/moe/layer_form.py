@@ -16,6 +16,7 @@ from raymoe.errors import ConfigError
 from raymoe.exchange.spec import DTYPES, ExchangeSpec, dtype_name
 from raymoe.moe.experts import SWIGLU, Activation, Experts, ModelWeights, local
 from raymoe.moe.families import Parts
+from raymoe.moe.recomputed_layer import check_recompute
 from raymoe.moe.router import Router
 from raymoe.moe.router_formulas import RouterForm
 from raymoe.moe.weights import ExpertShape, expert_biases, expert_weights, generator, mlp_weights, normal
@@ -65,12 +66,6 @@ def check_deterministic(kind: str | None) -> None:
     """Refuse what `LayerForm.deterministic` cannot be."""
     if kind not in (None, "batch"):
         raise ConfigError(f"deterministic is {kind!r}; it is None or 'batch'")
-
-
-def check_recompute(kind: str) -> None:
-    """Refuse what `LayerForm.recompute` cannot be."""
-    if kind not in ("nothing", "activation", "all"):
-        raise ConfigError(f"recompute is {kind!r}; it is 'nothing', 'activation' or 'all'")
 
 
 def dtype_of_weights(weights: str | torch.dtype | None, rows: str) -> torch.dtype:

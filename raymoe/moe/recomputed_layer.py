@@ -9,6 +9,14 @@ from typing import Any
 import torch
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
+from raymoe.errors import ConfigError
+
+
+def check_recompute(kind: str) -> None:
+    """Refuse what `LayerForm.recompute` cannot be."""
+    if kind not in ("nothing", "activation", "all"):
+        raise ConfigError(f"recompute is {kind!r}; it is 'nothing', 'activation' or 'all'")
+
 
 def recomputed(function: Callable[..., Any], *arguments: Any) -> Any:
     """Call a function, and keep its arguments alone: the backward pass calls it again."""
