@@ -216,7 +216,7 @@ def _training_is_eager(job: Job) -> tuple[str, str] | None:
 
 
 def _recomputing_is_of_a_backward_pass(job: Job) -> tuple[str, str] | None:
-    if job.layer.backward or not job.layer.recompute:
+    if job.layer.backward or job.layer.recompute == "nothing":
         return None
     return "nothing is recomputed without a backward pass", "write backward: true, or leave recompute out"
 

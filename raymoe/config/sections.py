@@ -96,6 +96,14 @@ def _auto_or_boolean(value: Any) -> Any:
     raise PydanticCustomError("graph", "not one of auto, true or false")
 
 
+def _recomputed_part(value: Any) -> Any:
+    if value is True or value is False:
+        return "all" if value else "nothing"
+    if value in ("nothing", "activation", "all"):
+        return value
+    raise PydanticCustomError("recompute", "not one of nothing, activation, all, true or false")
+
+
 def _rows_or_worst(value: Any) -> Any:
     if value == "worst" or is_capacity(value):
         return value
@@ -398,8 +406,10 @@ class LayerSection(Section):
 
     backward: bool = Field(default=False, examples=[True])
     """Whether a step has a backward pass: gradients of tokens and weights."""
-    recompute: bool = Field(default=False, examples=[True])
-    """Whether the backward pass computes the forward pass again."""
+    recompute: Annotated[Literal["nothing", "activation", "all", True, False], BeforeValidator(_recomputed_part)] = (
+        Field(default="nothing", examples=["activation"])
+    )
+    """Forward work that the backward pass repeats: nothing (false), the activation of the experts, or all (true)."""
     shared: int = Field(default=0, ge=0, le=2**20, examples=[2048])
     """Inner size of the shared expert; 0: there is none."""
     router: RouterSection = Field(default=RouterSection(), examples=[{"kind": "sigmoid"}])

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from math import inf
 from typing import Any
 
 import torch
@@ -18,86 +17,15 @@ from torch import nn
 
 from raymoe.errors import ConfigError
 from raymoe.memory.world import World
-from raymoe.moe.by_row import sigmoid
-from raymoe.moe.expert_kernels import ActivationForm
+from raymoe.moe.activation import GPT_OSS as GPT_OSS
+from raymoe.moe.activation import SWIGLU as SWIGLU
+from raymoe.moe.activation import Activation as Activation
+from raymoe.moe.activation import in_kernels as _in_kernels
 from raymoe.moe.expert_rows import Groups, add_expert_bias
 from raymoe.moe.product_operators import Added, gate_experts, multiply_experts
+from raymoe.moe.recomputed_product import Gated, activate, multiply_gated
 from raymoe.moe.taken_over import OwnOfRank
 from raymoe.moe.torch_products import multiply_by_torch
-from raymoe.rows.activation import swiglu
-
-# Activations.
-
-
-@dataclass(frozen=True)
-class Activation:
-    """SwiGLU, silu(gate) * up, or the clamped variant of gpt-oss: gate * sigmoid(alpha * gate) * (up + 1).
-
-    `interleaved`: gate and up take turns in the columns; else all of gate comes first. `limit` clamps gate from above
-    and up from both sides.
-
-    >>> Activation()(torch.tensor([[1.0, 3.0]])).item() == float(torch.tensor(1.0).sigmoid() * 3)
-    True
-    """
-
-    interleaved: bool = False
-    alpha: float = 1.0
-    limit: float | None = None
-    up_plus: float = 0.0
-
-    def __call__(
-        self,
-        gate_up: torch.Tensor,
-        expert_offsets: torch.Tensor | None = None,
-        weights: torch.Tensor | None = None,
-        *,
-        by_row: bool = False,
-    ) -> torch.Tensor:
-        """Map [C, 2F] to [C, F], times the `weights`, float32[C], of the rows.
-
-        With SwiGLU on GPUs rows from the last of `expert_offsets` on are left out, and one kernel does it all.
-        `by_row`: on a CPU too the bits of a result depend on its row alone.
-        """
-        if self == SWIGLU and _in_kernels(gate_up):
-            return swiglu(gate_up, expert_offsets, weights)
-        h = self._by_row(gate_up) if by_row else self._unweighted(gate_up)
-        return h if weights is None else (h.float() * weights[:, None]).to(h.dtype)
-
-    @property
-    def form(self) -> ActivationForm:
-        """The numbers of the activation as the kernels take them."""
-        limit = inf if self.limit is None else self.limit
-        return ActivationForm(self.interleaved, self.alpha, limit, self.up_plus)
-
-    def _by_row(self, gate_up: torch.Tensor) -> torch.Tensor:
-        """Compute in float32, and round once."""
-        numbers = gate_up if gate_up.dtype == torch.float64 else gate_up.float()
-        gate, up = self._gate_and_up(numbers)
-        return (gate * sigmoid(gate * self.alpha) * (up + self.up_plus)).to(gate_up.dtype)
-
-    def _gate_and_up(self, gate_up: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        gate, up = (gate_up[:, ::2], gate_up[:, 1::2]) if self.interleaved else gate_up.chunk(2, dim=-1)
-        if self.limit is not None:
-            gate, up = gate.clamp(max=self.limit), up.clamp(-self.limit, self.limit)
-        return gate, up
-
-    def _unweighted(self, gate_up: torch.Tensor) -> torch.Tensor:
-        gate, up = self._gate_and_up(gate_up)
-        gated = nn.functional.silu(gate) if self.alpha == 1.0 else gate * torch.sigmoid(gate * self.alpha)
-        return gated * (up + self.up_plus if self.up_plus else up)
-
-
-def _in_kernels(rows: torch.Tensor) -> bool:
-    """Whether products and activations are operators. On a CPU torch's functions one after the other take less time.
-
-    Backward of SwiGLU, 2048 rows of 2 x 2048 bfloat16 with weights, one core of an AMD EPYC: 16 ms, and 50 by its
-    formula (2026-11-23).
-    """
-    return rows.device.type != "cpu"
-
-
-SWIGLU = Activation()
-GPT_OSS = Activation(interleaved=True, alpha=1.702, limit=7.0, up_plus=1.0)
 
 
 @dataclass
@@ -127,6 +55,8 @@ class ExpertsOfRank(OwnOfRank):
     of = 0
     epoch = 0
     """How many loads there were (`MoELayer.load`)."""
+    recomputes = False
+    """Whether the backward pass computes the rows between the products again from the first product."""
     by_row = False
     """Whether the bits of a result depend on its row and its expert alone (docs/reproducibility.md)."""
 
@@ -190,17 +120,26 @@ class Experts(ExpertsOfRank):
         if self.casts:  # biases are added in float32 as they are
             gate_up_proj, down_proj = gate_up_proj.to(x.dtype), down_proj.to(x.dtype)
         gate_up_bias, bias = local(self.gate_up_proj_bias), local(self.down_proj_bias)
+        recomputes, of_gate = self.recomputes and torch.is_grad_enabled(), (weights, gate_up_bias is not None)
         if _in_kernels(x):
             gated = Added(gate_up_bias, weights, self.by_row, gaps_are_zero=True)
-            h, _ = gate_experts(x, gate_up_proj, groups, gated, self.activation.form)
+            h, gate_up = gate_experts(x, gate_up_proj, groups, gated, self.activation.form)
             last_bias = bias if weights is None else None
             added = Added(last_bias, None, self.by_row, zero_gaps=False, gaps_are_zero=True)
-            y = multiply_experts(h, down_proj, groups, added)
+            if recomputes and h.requires_grad:
+                y = multiply_gated(Gated(h, gate_up, self.activation, *of_gate), down_proj, groups, added)
+            else:
+                y = multiply_experts(h, down_proj, groups, added)
             return y if bias is None or weights is None else add_expert_bias(y, bias, groups, weights)
         gate_up = multiply_by_torch(x, gate_up_proj, groups, self.by_row)
         gate_up = gate_up if gate_up_bias is None else add_expert_bias(gate_up, gate_up_bias, groups)
-        h = self.activation(gate_up, groups.offsets, weights, by_row=self.by_row)
-        y = multiply_by_torch(h, down_proj, groups, self.by_row)
+        if recomputes:
+            h = activate(self.activation, gate_up, groups.offsets, weights, self.by_row)
+            rows = Gated(h, gate_up, self.activation, *of_gate, by_torch=True)
+            y = multiply_gated(rows, down_proj, groups, Added(by_row=self.by_row))
+        else:
+            h = self.activation(gate_up, groups.offsets, weights, by_row=self.by_row)
+            y = multiply_by_torch(h, down_proj, groups, self.by_row)
         return y if bias is None else add_expert_bias(y, bias, groups, weights)
 
     def _outputs_first(self, parameter: nn.Parameter) -> torch.Tensor:

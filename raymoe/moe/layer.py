@@ -34,6 +34,7 @@ from raymoe.moe.layer_form import (
 )
 from raymoe.moe.live_weights import Loading, WeightSource, load_into
 from raymoe.moe.quantised_experts import QuantisedExperts, quantise_experts
+from raymoe.moe.recomputed_layer import check_recompute, recomputed
 from raymoe.moe.router import Routed
 from raymoe.moe.row_counts import RowCounts
 from raymoe.moe.scaled_layer import refuse_gradients, rows_for_experts, scaled_spec
@@ -139,6 +140,7 @@ class MoELayer(nn.Module):
             self.add_module(parts.shared_name, parts.shared)
         self.norm, self.residual, self.gives_scores = parts.norm, parts.residual, parts.gives_scores
         self.deterministic = form.deterministic if isinstance(form, LayerForm) else None
+        self.recompute = form.recompute if isinstance(form, LayerForm) else "nothing"
         # With slots, one more for the rows of empty ones, of which there are none.
         slots = spec.slots is not None
         counted = spec.experts + 1 if slots else spec.local_experts(world.size)
@@ -178,6 +180,16 @@ class MoELayer(nn.Module):
         for part in (self.norm, self._modules.get(self._shared_name)):
             if isinstance(part, Norm | Mlp):
                 part.by_row = self._by_row
+
+    @property
+    def recompute(self) -> str:
+        """What the backward pass computes again: `nothing`, `activation` or `all` (`LayerForm`)."""
+        return self._recompute
+
+    @recompute.setter
+    def recompute(self, kind: str) -> None:
+        check_recompute(kind)
+        self._recompute, self.experts.recomputes = kind, kind == "activation"
 
     @classmethod
     def from_block(
@@ -295,11 +307,16 @@ class MoELayer(nn.Module):
 
         `recorded` has ids [..., K] of experts, which the router takes instead of its choice.
         """
+        if torch.is_grad_enabled() and isinstance(self.experts, QuantisedExperts):
+            refuse_gradients([("x", x), *self.named_parameters()])
+        if self._recompute != "all" or not torch.is_grad_enabled():
+            return self._map(x, recorded, return_routing)
+        return recomputed(self._map, x, recorded, return_routing)
+
+    def _map(self, x: torch.Tensor, recorded: torch.Tensor | None, return_routing: bool) -> Any:
         hidden = self.exchange.spec.hidden
         if x.dim() == 0 or x.shape[-1] != hidden:
             raise ConfigError(f"x has shape {list(x.shape)}; this layer takes rows of {hidden}")
-        if torch.is_grad_enabled() and isinstance(self.experts, QuantisedExperts):
-            refuse_gradients([("x", x), *self.named_parameters()])
         flat = x.reshape(-1, hidden)
         h = flat if self.norm is None else self.norm(flat)
         h = h if self.rows_dtype is None else h.to(self.rows_dtype)

@@ -18,6 +18,7 @@ from raymoe.fp8 import FP8
 from raymoe.moe.experts import SWIGLU, Activation, Experts, ExpertsOfRank, ModelWeights, local
 from raymoe.moe.families import Parts
 from raymoe.moe.quantised_experts import quantise_experts
+from raymoe.moe.recomputed_layer import check_recompute
 from raymoe.moe.router import Router
 from raymoe.moe.router_formulas import RouterForm
 from raymoe.moe.weights import ExpertShape, expert_biases, expert_weights, generator, mlp_weights, normal
@@ -48,11 +49,15 @@ class LayerForm:
     deterministic: str | None = None
     """`batch`: the bits of a token's result depend on that token alone, not on the others or their number, nor on
     whether gradients are recorded. It leaves out kernels that cannot do that (docs/reproducibility.md)."""
+    recompute: str = "nothing"
+    """What the backward pass computes again: `nothing`; `activation`, the rows between the experts' products; or `all`,
+    the whole forward pass, dispatch included (docs/layer.md)."""
     experts_dtype: str | None = None
     """The format of the experts' weights: as the others (None), or `float8_e4m3` with scales, for inference alone. Rows
     cross as 8-bit floats then (docs/layer.md)."""
 
     def __post_init__(self) -> None:
+        check_recompute(self.recompute)
         check_deterministic(self.deterministic)
         for name, least in (("ffn", 1), ("shared", 0)):
             value = getattr(self, name)

@@ -55,7 +55,7 @@ def multiply_experts(x: Tensor, weight: Tensor, groups: Groups, added: Added) ->
     gradients = _needs_gradient(tensors)
     arguments = *tensors, added.by_row, gradients and added.zero_gaps, added.gaps_are_zero, added.main_grad
     direct = not gradients and _directly(tensors)
-    y: Tensor = _multiply(*arguments) if direct else _ops.grouped_linear(*arguments)
+    y: Tensor = multiply(*arguments) if direct else _ops.grouped_linear(*arguments)
     return y
 
 
@@ -145,7 +145,8 @@ class _Operands:
 # One product.
 
 
-def _multiply(*arguments: Any) -> Tensor:
+def multiply(*arguments: Any) -> Tensor:
+    """Compute `raymoe::grouped_linear`, whose schema has the arguments."""
     *tensors, by_row, zeroes_gaps, gaps_are_zero, _main_grad = arguments
     operands = _Operands(*tensors)
     if not product_launch.takes(operands.x, operands.weight, None):
@@ -174,8 +175,9 @@ def _fake_multiply(x: Tensor, weight: Tensor, *_: object) -> Tensor:
 
 def _save_for_product(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:  # noqa: ARG001  (torch gives it by name)
     # Backward passes of other micro-batches may write to main_grad before this one, so it is no saved tensor.
-    *tensors, _by_row, _zeroes_gaps, ctx.gaps_are_zero, ctx.main_grad = inputs
-    ctx.save_for_backward(*tensors)
+    x, *tensors, _by_row, _zeroes_gaps, ctx.gaps_are_zero, ctx.main_grad = inputs
+    _, needs_weight, _, _, _, needs_row_weights, *_ = ctx.needs_input_grad
+    ctx.save_for_backward(x if needs_weight or needs_row_weights else None, *tensors)
 
 
 def _product_backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
@@ -183,7 +185,7 @@ def _product_backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
     needs_x, needs_weight, _, _, needs_bias, needs_row_weights, *_ = ctx.needs_input_grad
     groups, clean = Groups(offsets, counts), ctx.gaps_are_zero
     if not clean and (row_weights is not None or not product_launch.has_kernel(dy)):
-        dy, x, clean = zero_gaps(dy, groups), zero_gaps(x, groups), True
+        dy, x, clean = zero_gaps(dy, groups), None if x is None else zero_gaps(x, groups), True
         row_weights = None if row_weights is None else zero_gaps(row_weights[:, None], groups)[:, 0]
     dx = d_weights = None
     if needs_x or needs_row_weights:
@@ -196,12 +198,12 @@ def _product_backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
     d_weight = None
     if needs_weight:
         weighted = x if row_weights is None else (formulas.wide(x) * row_weights[:, None]).to(x.dtype)
-        d_weight = _weight_gradient(ctx.main_grad, dy, weighted, groups, clean)
+        d_weight = add_or_return(ctx.main_grad, dy, weighted, groups, clean=clean)
     d_bias = _ops.expert_sums(dy, offsets, counts, row_weights).to(bias.dtype) if needs_bias else None
     return dx if needs_x else None, d_weight, None, None, d_bias, d_weights if needs_row_weights else None, *_NONE[:4]
 
 
-def _weight_gradient(main_grad: Tensor | None, dy: Tensor, x: Tensor, groups: Groups, clean: bool) -> Tensor | None:
+def add_or_return(main_grad: Tensor | None, dy: Tensor, x: Tensor, groups: Groups, *, clean: bool) -> Tensor | None:
     """Return the gradient of a weight; None if it was added to `main_grad`. `clean`: gaps are zero."""
     if main_grad is None:
         return weight_gradient(dy, x, groups, gaps_are_zero=clean)
@@ -234,7 +236,7 @@ def _gate_by_torch(
     groups, bias = operands.groups, operands.bias
     gate_up = multiply_by_torch(operands.x, operands.weight, groups, by_row)
     if form == PLAIN and bias is None and not zeroes_gaps:
-        return _swiglu(gate_up, groups, operands.row_weights), gate_up if keep_gate_up else gate_up.new_empty(0)
+        return swiglu_of(gate_up, groups, operands.row_weights), gate_up if keep_gate_up else gate_up.new_empty(0)
     if not keep_gate_up:
         return gated_activation(form, gate_up, bias, groups, operands.row_weights), gate_up.new_empty(0)
     if bias is not None:
@@ -244,7 +246,8 @@ def _gate_by_torch(
     return gated_activation(form, gate_up, None, groups, operands.row_weights), gate_up
 
 
-def _swiglu(gate_up: Tensor, groups: Groups, row_weights: Tensor | None) -> Tensor:
+def swiglu_of(gate_up: Tensor, groups: Groups, row_weights: Tensor | None) -> Tensor:
+    """Apply SwiGLU to the rows of experts, times their weights if there are some."""
     y: Tensor
     if row_weights is None:
         y = _ops.swiglu(gate_up, groups.offsets, None)
@@ -265,7 +268,8 @@ def _save_for_gate(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tens
     ctx.bias_dtype = None if bias is None else bias.dtype
     ctx.mark_non_differentiable(output[1])
     ctx.set_materialize_grads(False)
-    ctx.save_for_backward(x, weight, offsets, counts, row_weights, output[1])
+    needs_weight = ctx.needs_input_grad[1]
+    ctx.save_for_backward(x if needs_weight else None, weight, offsets, counts, row_weights, output[1])
 
 
 def _gate_backward(ctx: Any, dy: Tensor | None, _gate_up: None) -> tuple[Tensor | None, ...]:
@@ -276,11 +280,11 @@ def _gate_backward(ctx: Any, dy: Tensor | None, _gate_up: None) -> tuple[Tensor 
     groups, form = Groups(offsets, counts), ActivationForm(*ctx.numbers)
     plain = form == PLAIN and ctx.gaps_are_zero and ctx.bias_dtype is None
     clean = ctx.gaps_are_zero or not product_launch.has_kernel(dy)
-    if clean and not ctx.gaps_are_zero:
+    if clean and not ctx.gaps_are_zero and x is not None:
         x = zero_gaps(x, groups)
     d_gate_up, d_weights = _activation_gradients(dy, gate_up, groups, form, row_weights, plain)
     dx = rows_gradient(d_gate_up, weight, groups, gaps_are_zero=True) if needs_x else None
-    d_weight = _weight_gradient(ctx.main_grad, d_gate_up, x, groups, clean) if needs_weight else None
+    d_weight = add_or_return(ctx.main_grad, d_gate_up, x, groups, clean=clean) if needs_weight else None
     d_bias = _ops.expert_sums(d_gate_up, offsets, counts, None).to(ctx.bias_dtype) if needs_bias else None
     return dx, d_weight, None, None, d_bias, d_weights if needs_row_weights else None, *_NONE
 
@@ -304,7 +308,7 @@ def _activation_gradients(
     return gradients
 
 
-torch.library.impl("raymoe::grouped_linear", _DEVICES, _multiply)
+torch.library.impl("raymoe::grouped_linear", _DEVICES, multiply)
 torch.library.impl("raymoe::grouped_gated", _DEVICES, _gate)
 torch.library.register_fake("raymoe::grouped_linear", _fake_multiply)
 torch.library.register_fake("raymoe::grouped_gated", _fake_gate)

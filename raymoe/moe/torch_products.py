@@ -125,7 +125,9 @@ def _fake_grouped_outer(dy: Tensor, rows: Tensor, offsets: Tensor, counts: Tenso
 
 
 def _save_for_product(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-    ctx.save_for_backward(*inputs[:4])
+    rows, *others = inputs[:4]
+    ctx.save_for_backward(rows if ctx.needs_input_grad[1] else None, *others)
+    ctx.dtype = rows.dtype
     del output
 
 
@@ -133,7 +135,7 @@ def _product_backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
     rows, weight, offsets, counts = ctx.saved_tensors
     groups = Groups(offsets, counts)
     needs_rows, needs_weight = ctx.needs_input_grad[:2]
-    drows = multiply_by_torch(dy, weight.transpose(1, 2), groups).to(rows.dtype) if needs_rows else None
+    drows = multiply_by_torch(dy, weight.transpose(1, 2), groups).to(ctx.dtype) if needs_rows else None
     return drows, outer_by_torch(dy, rows, groups) if needs_weight else None, None, None, None
 
 

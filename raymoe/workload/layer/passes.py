@@ -51,6 +51,7 @@ class LayerPasses:
             shared=section.shared,
             norm=EPS if self.own_router else None,
             residual=self.own_router,
+            recompute="activation" if self.recompute == "activation" else "nothing",  # `run` itself repeats all
             experts_dtype=section.experts_dtype,
         )
         backend, sms = job.exchange.backend, job.exchange.sms
@@ -78,7 +79,7 @@ class LayerPasses:
             with torch.no_grad():
                 return Results(self._forward(batch.x, batch.ids, batch.weights), ())
         x = batch.x.detach().requires_grad_()
-        if self.recompute:
+        if self.recompute == "all":
             y = checkpoint(self._forward, x, batch.ids, batch.weights, use_reentrant=False, preserve_rng_state=False)
         else:
             y = self._forward(x, batch.ids, batch.weights)

@@ -31,6 +31,10 @@ LINES = [
     ("steps: {verify: n}", "steps.verify = n: true or false is wanted, write false"),
     ("steps: {verify: 1}", "steps.verify = 1: true or false is wanted, found a number"),
     ("steps: {graph: true}", "CUDA graphs need GPU ranks and these are CPU ranks, write auto or false"),
+    (
+        "layer: {recompute: most}",
+        "layer.recompute = most: not one of nothing, activation, all, true or false",
+    ),
     ("steps: {graph: 0}", "steps.graph = 0: not one of auto, true or false"),
     ("steps: {graph: off}", "steps.graph = off: not one of auto, true or false, write false"),
     ("name: 12", "name = 12: text is wanted, put it in quotes"),

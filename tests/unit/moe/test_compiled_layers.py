@@ -26,15 +26,17 @@ H = 32
 SPEC = ExchangeSpec(tokens=16, hidden=H, experts=4, topk=2, dtype="float32", depth=0)
 TOKENS = ((5, 5, 9), (7, 0, 2))
 """Of each rank in three steps: other numbers, none, and one that compiles anew on one rank only."""
+RECOMPUTED = {"activation again": "activation", "all again": "all"}
+"""Ways in which the layers themselves compute something again."""
 Outcome = tuple[torch.Tensor, dict[str, torch.Tensor]]
 
 
 class Stack(nn.Module):
     """A linear layer and three MoE layers, each of which may be computed again in the backward pass."""
 
-    def __init__(self, world: World, reentrant: bool | None = None) -> None:
+    def __init__(self, world: World, reentrant: bool | None = None, recompute: str = "nothing") -> None:
         super().__init__()
-        form = LayerForm(ffn=16, residual=True, norm=1e-6)
+        form = LayerForm(ffn=16, residual=True, norm=1e-6, recompute=recompute)
         self.first = nn.Linear(H, H)
         self.layers = nn.ModuleList(MoELayer(world, SPEC, form, seed=seed) for seed in range(3))
         self.reentrant = reentrant
@@ -83,6 +85,7 @@ WAYS: dict[str, tuple[Callable[[Stack], nn.Module], bool | None, str]] = {
     "reentrant checkpoint": (plain, True, "default"),
     "DDP": (under_ddp, None, "default"),
     "FSDP2": (under_fsdp, None, "default"),
+    **dict.fromkeys(RECOMPUTED, (plain, None, "default")),
 }
 
 
@@ -92,7 +95,7 @@ def compiled_and_eager(world: World, store: str, way: str) -> tuple[list[Outcome
     torch.manual_seed(0)
     wrap, reentrant, mode = WAYS[way]
     with World.of(timeout_s=300) as of_group:  # one rank may compile while the other waits in an exchange
-        stack = Stack(of_group, reentrant)
+        stack = Stack(of_group, reentrant, RECOMPUTED.get(way, "nothing"))
         model = wrap(stack)
         eager = outcomes(model, stack, world.rank)
         found = outcomes(torch.compile(model, mode=mode), stack, world.rank), eager

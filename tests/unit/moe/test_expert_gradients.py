@@ -103,14 +103,16 @@ def test_gradients_of_biases_leave_out_gaps_and_rows_after_the_last_offset(path:
     assert torch.equal(found[0][0], found[1][0]), "another sum in the second run"
 
 
+@pytest.mark.parametrize("recomputes", [False, True])
 @pytest.mark.parametrize("weighted", [False, True])
 @pytest.mark.parametrize("activation", [GPT_OSS, SWIGLU], ids=["gpt_oss", "swiglu"])
 def test_all_gradients_of_bfloat16_experts_are_near_float64_and_repeat(
-    path: str, activation: Activation, weighted: bool
+    path: str, activation: Activation, weighted: bool, recomputes: bool
 ) -> None:
     del path
     there = Groups(OFFSETS, COUNTS).expert_of_row(ROWS) < 3
     experts = experts_of(activation)
+    experts.recomputes = recomputes
     x, dy = drawn(ROWS, 32, seed=5), drawn(ROWS, 32, seed=6)
     share = weights_of_rows(7)
     for each in (x, dy):

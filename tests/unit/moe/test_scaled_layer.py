@@ -265,7 +265,8 @@ def test_gradients_are_refused_in_one_sentence(world: World) -> None:
     layer, x = MoELayer(world, SPEC, FORM, seed=3), rows(0)
     message = r"^a layer with 8-bit experts has no gradients, and {} needs one; call it under torch.no_grad, or train a"
     routing = torch.zeros(len(x), K, dtype=torch.int64), torch.ones(len(x), K)
-    for call in (lambda: layer(x), lambda: layer.apply_experts(x, *routing)):
+    again = MoELayer(world, SPEC, replace(FORM, recompute="all"), seed=3)
+    for call in (lambda: layer(x), lambda: again(x), lambda: layer.apply_experts(x, *routing)):
         with pytest.raises(ConfigError, match=message.format("gate.weight")):
             call()
     layer.requires_grad_(False)

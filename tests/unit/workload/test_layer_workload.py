@@ -63,12 +63,17 @@ def test_a_layer_gives_a_verified_line_for_the_step_and_each_part(pool: RankPool
     )
 
 
-@pytest.mark.parametrize("recompute", [False, True])
+@pytest.mark.parametrize("recompute", [False, "activation", True])
 @pytest.mark.parametrize("kind", ROUTERS)
-def test_a_backward_pass_has_a_line_for_each_part(pool: RankPool, kind: str, recompute: bool) -> None:
+def test_a_backward_pass_has_a_line_for_each_part(pool: RankPool, kind: str, recompute: bool | str) -> None:
     lines = run(pool, layer_job(2, kind, shared=48, backward=True, recompute=recompute))
     found = [line["op"] for line in lines]
-    assert found[0] == "step" and set(found) == {"step", *FORWARD, *BACKWARD, *(["recompute"] if recompute else [])}
+    assert found[0] == "step" and set(found) == {
+        "step",
+        *FORWARD,
+        *BACKWARD,
+        *(["recompute"] if recompute is True else []),
+    }
     assert all(line["verified"] and line["max_error"] < 6e-2 for line in lines)
     assert lines[0]["bytes_wire"] is None
 
