@@ -136,7 +136,7 @@ def _dispatch_sends_the_dtype(job: Job) -> tuple[str, str] | None:
 def _float8_is_for_gpus(job: Job) -> tuple[str, str] | None:
     if job.exchange.wire.dispatch != FP8:
         return None
-    if job.workload in ("layer", "train"):
+    if job.workload == "train" or (job.workload == "layer" and job.layer.experts_dtype is None):
         return f"rows of a layer cannot cross as {FP8}, whose gradients would be lost", "leave wire out"
     if job.world.device == "cpu":
         return f"rows cannot cross as {FP8} between CPU ranks", "leave wire out, or run workload exchange on cuda"
@@ -169,6 +169,23 @@ def _gpus_multiply_16_bits(job: Job) -> tuple[str, str] | None:
         return None
     gradients = " with a backward pass" if job.shape.dtype == "float16" else ""
     return f"experts on GPUs are not {job.shape.dtype}{gradients}", "write bfloat16, or device: cpu"
+
+
+def _experts_of_8_bits_infer(job: Job) -> tuple[str, str] | None:
+    if job.layer.experts_dtype is None or not job.layer.backward:
+        return None
+    return f"experts of {FP8} have no gradients", "leave out backward or experts_dtype"
+
+
+def _experts_of_8_bits_take_8_bits(job: Job) -> tuple[str, str] | None:
+    wire, experts = job.exchange.wire.dispatch, job.layer.experts_dtype
+    if experts is None:
+        return None
+    if wire not in (None, FP8):
+        return f"rows cross as {wire} and experts of {experts} take {FP8}", "leave out wire or experts_dtype"
+    if job.world.device == "cuda" and not _abilities(job).float8:
+        return f"backend {job.exchange.backend} has no {FP8} on GPUs", "take fused or staged"
+    return None
 
 
 def _one_chooses_the_experts(job: Job) -> tuple[str, str] | None:
@@ -448,12 +465,18 @@ RULES = (
     Rule(MOE, ("exchange.wire.dispatch", "shape.dtype"), _dispatch_sends_the_dtype),
     Rule(
         MOE,
-        ("exchange.wire.dispatch", "exchange.backend", "world.device", "workload"),
+        ("exchange.wire.dispatch", "exchange.backend", "world.device", "workload", "layer.experts_dtype"),
         _float8_is_for_gpus,
     ),
     Rule(("exchange", "layer", "train"), ("exchange.backend", "world.device"), _backend_serves_the_device),
     Rule(("layer", "train"), ("exchange.backend", "workload"), _layers_have_exchanges),
     Rule(("layer",), ("shape.dtype", "world.device", "layer.backward", "workload"), _gpus_multiply_16_bits),
+    Rule(("layer",), ("layer.experts_dtype", "layer.backward"), _experts_of_8_bits_infer),
+    Rule(
+        ("layer",),
+        ("layer.experts_dtype", "exchange.wire.dispatch", "exchange.backend", "world.device"),
+        _experts_of_8_bits_take_8_bits,
+    ),
     Rule(("layer",), ("layer.router.kind", "routing.kind", "routing.masked"), _one_chooses_the_experts),
     Rule(("train",), ("shape.dtype", "world.device", "workload"), _gpus_train_16_bits),
     Rule(("train",), ("routing.kind", "routing.masked", "routing.ragged", "workload"), _the_router_trains),

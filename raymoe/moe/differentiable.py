@@ -403,12 +403,26 @@ def _new_rows(exchange: Exchange, dtype: torch.dtype) -> torch.Tensor:
 
 def expert_major(got: Dispatched) -> torch.Tensor:
     """Return the rows of a dispatch expert by expert, copied if they are in the slots."""
-    if (index := got.index) is None:
-        return got.x
-    if index.device.type != "cpu":  # there it is unspecified from the last offset on
-        places = torch.arange(len(index), device=index.device)
-        index = torch.where(places < got.expert_offsets[-1], index, 0)
-    return got.x.index_select(0, index)
+    index = _places_in_slots(got)
+    return got.x if index is None else got.x.index_select(0, index)
+
+
+def expert_major_pair(got: Dispatched) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the 8-bit rows of a dispatch with output `raw` as `expert_major` does, and their scales."""
+    assert got.scales is not None
+    if (index := _places_in_slots(got)) is None:
+        return got.x, got.scales
+    values = got.x.view(torch.uint8).index_select(0, index).view(got.x.dtype)
+    return values, got.scales.index_select(0, index)
+
+
+def _places_in_slots(got: Dispatched) -> torch.Tensor | None:
+    """Return the slot of each row; None where rows are expert by expert already."""
+    if (index := got.index) is None or index.device.type == "cpu":
+        return index
+    places = torch.arange(len(index), device=index.device)
+    # From the last offset on it is unspecified.
+    return torch.where(places < got.expert_offsets[-1], index, 0)
 
 
 def _restored(

@@ -39,13 +39,14 @@ class ModelWeights:
     transposed: bool = False
 
 
-class Experts(OwnOfRank):
-    """The experts of one rank, with the parameters' names and layout of the model that they come from."""
+class ExpertsOfRank(OwnOfRank):
+    """The experts of one rank, with weights of any format. Dimension 0 of each parameter is that of the experts."""
 
     gate_up_proj: nn.Parameter
     down_proj: nn.Parameter
     gate_up_proj_bias: nn.Parameter | None
     down_proj_bias: nn.Parameter | None
+    activation: Activation
     saved_by_rank = False
     """Whether the program saves each rank's experts in a file of its own. Then `state_dict` gives them as plain tensors
     also where torch.distributed.checkpoint would take them for replicas."""
@@ -56,14 +57,23 @@ class Experts(OwnOfRank):
     """How many loads there were (`MoELayer.load`)."""
     recomputes = False
     """Whether the backward pass computes the rows between the products again from the first product."""
+    by_row = False
+    """Whether the bits of a result depend on its row and its expert alone (docs/reproducibility.md)."""
+
+    def put(self, place: int, weights: ModelWeights | None) -> None:
+        """Give a place the weights of one expert, `[1, ...]`; None puts zeros there."""
+        raise NotImplementedError(f"{type(self).__name__} has no put")
+
+
+class Experts(ExpertsOfRank):
+    """The experts of one rank, with the parameters' names and layout of the model that they come from."""
+
     casts = False
     """Whether the weights are wider than the rows, and are cast to their dtype in each forward pass."""
 
     def __init__(self, weights: ModelWeights, activation: Activation = SWIGLU) -> None:
         super().__init__()
         self.activation, self.transposed = activation, weights.transposed
-        self.by_row = False
-        """Whether the bits of a result depend on its row and its expert alone (docs/reproducibility.md)."""
         for name in ("gate_up_proj", "down_proj", "gate_up_proj_bias", "down_proj_bias"):
             value = getattr(weights, name)
             ready = value is None or isinstance(value, nn.Parameter)
@@ -94,6 +104,16 @@ class Experts(OwnOfRank):
         rows = y.new_empty(capacity, y.shape[1])
         rows[: len(y)] = y
         return rows
+
+    def put(self, place: int, weights: ModelWeights | None) -> None:
+        for name in ("gate_up_proj", "down_proj", "gate_up_proj_bias", "down_proj_bias"):
+            part = local(getattr(self, name))
+            if part is None:
+                continue
+            if weights is None:
+                part[place].zero_()
+            else:
+                part[place] = getattr(weights, name)[0]
 
     def _compute(self, x: torch.Tensor, groups: Groups, weights: torch.Tensor | None) -> torch.Tensor:
         gate_up_proj, down_proj = self._outputs_first(self.gate_up_proj), self._outputs_first(self.down_proj)
@@ -142,7 +162,7 @@ def local(parameter: torch.Tensor | None) -> torch.Tensor | None:
 # the world has a process group; elsewhere `state_dict` raises.
 
 
-def shard(experts: Experts, world: World) -> None:
+def shard(experts: ExpertsOfRank, world: World) -> None:
     """Make the experts' parameters shards of DTensors over the world's process group.
 
     Without a group they stay plain, and `state_dict` refuses where they would be saved as replicas.

@@ -5,6 +5,8 @@
 | Mixtral, OLMoE, Qwen3-MoE | `gate`: softmax over all experts | `[E, 2F, H]` and `[E, H, F]`, gate first |
 | DeepSeek-V3 | `gate`: sigmoid, groups, a correction of the choice, scaling; `shared_experts` | the same |
 | gpt-oss | `router`: softmax of the chosen, with a bias; it is returned too | `[E, H, 2F]`, interleaved; biases |
+
+Those of the first two lines may have weights of 8-bit floats, as transformers' `FineGrainedFP8Config` leaves them.
 """
 
 from __future__ import annotations
@@ -17,8 +19,11 @@ import torch
 from torch import nn
 
 from raymoe.errors import ConfigError
-from raymoe.moe.experts import SWIGLU, Activation, Experts, ModelWeights
+from raymoe.fp8 import FP8_BLOCK
+from raymoe.moe.experts import SWIGLU, Activation, Experts, ExpertsOfRank, ModelWeights
 from raymoe.moe.host_routers import form_of
+from raymoe.moe.quantised_checkpoints import load_quantised_experts
+from raymoe.moe.quantised_experts import QuantisedExperts
 from raymoe.moe.router import Router
 from raymoe.moe.router_formulas import RouterForm
 
@@ -28,7 +33,7 @@ class Parts:
     """The modules of a layer, and how they are put together."""
 
     router: Router
-    experts: Experts
+    experts: ExpertsOfRank
     shared: nn.Module | None = None
     router_name: str = "gate"
     shared_name: str = "shared_experts"
@@ -39,6 +44,8 @@ class Parts:
 
     def cast(self, dtype: torch.dtype) -> None:
         """Let all parameters have a dtype. Buffers keep theirs: the correction of a choice is float32."""
+        if isinstance(self.experts, QuantisedExperts):
+            raise ConfigError("weights cannot be cast with 8-bit experts, which are for inference; leave weights out")
         for module in (self.router, self.experts, self.shared, self.norm):
             for parameter in () if module is None else module.parameters():
                 parameter.data = parameter.data.to(dtype)
@@ -97,20 +104,38 @@ def _form_of(gate: Any) -> RouterForm:
     return form
 
 
-def _swiglu_experts(experts: Any, rank: int, ranks: int) -> Experts:
+def _swiglu_experts(experts: Any, rank: int, ranks: int) -> ExpertsOfRank:
     name = type(experts.act_fn).__name__
     if name not in ("SiLU", "SiLUActivation"):
         raise ConfigError(f"experts with activation {name}; a layer has SwiGLU, whose activation is SiLU")
+    if getattr(experts, "gate_up_proj_scale_inv", None) is not None:
+        return _quantised_share(experts, rank, ranks)
     gate_up, down = (_share(weights, rank, ranks) for weights in (experts.gate_up_proj, experts.down_proj))
     return Experts(ModelWeights(gate_up, down), SWIGLU)
 
 
-def _share(weights: torch.Tensor, rank: int, ranks: int) -> nn.Parameter:
-    """Copy one rank's experts, so that the block's memory can be freed."""
+def _quantised_share(experts: Any, rank: int, ranks: int) -> QuantisedExperts:
+    """Copy one rank's 8-bit experts of `FP8Experts`."""
+    if (scheme := getattr(experts, "activation_scheme", "dynamic")) != "dynamic":
+        raise ConfigError(f"experts with {scheme} scales of rows; a layer takes dynamic ones, which follow the rows")
+    if (block := getattr(experts, "block_size", (FP8_BLOCK, FP8_BLOCK))) is None or set(block) != {FP8_BLOCK}:
+        raise ConfigError(f"experts with scales of blocks of {block}; a layer takes {FP8_BLOCK} x {FP8_BLOCK}")
+    count = _experts_of_a_rank(experts.down_proj, ranks)
+    tensors = {name: parameter.detach() for name, parameter in experts.named_parameters()}
+    return load_quantised_experts(tensors, "", experts=range(rank * count, (rank + 1) * count), activation=SWIGLU)
+
+
+def _experts_of_a_rank(weights: torch.Tensor, ranks: int) -> int:
     if len(weights) % ranks:
         raise ConfigError(f"{len(weights)} experts on {ranks} ranks; every rank holds the same number of them")
     if weights.is_meta:
         raise ConfigError("a block on the device meta, which has no weights; load them first")
+    return len(weights) // ranks
+
+
+def _share(weights: torch.Tensor, rank: int, ranks: int) -> nn.Parameter:
+    """Copy one rank's experts, so that the block's memory can be freed."""
+    _experts_of_a_rank(weights, ranks)
     return nn.Parameter(weights.detach().chunk(ranks)[rank].clone(), weights.requires_grad)
 
 

@@ -19,15 +19,25 @@ from raymoe.exchange.spec import ExchangeSpec, dtype_name
 from raymoe.memory.world import World
 from raymoe.moe.beside import SideStream
 from raymoe.moe.by_row import in_tiles
-from raymoe.moe.differentiable import combine, dispatch, expert_major
-from raymoe.moe.experts import shard
+from raymoe.moe.differentiable import combine, dispatch
+from raymoe.moe.experts import Experts, shard
 from raymoe.moe.families import Parts, parts_of
 from raymoe.moe.layer_form import LayerForm as LayerForm
-from raymoe.moe.layer_form import Mlp, Norm, check_deterministic, draw_weights, dtype_of_weights, empty_parts
+from raymoe.moe.layer_form import (
+    Mlp,
+    Norm,
+    check_deterministic,
+    check_experts_dtype,
+    draw_weights,
+    dtype_of_weights,
+    empty_parts,
+)
 from raymoe.moe.live_weights import Loading, WeightSource, load_into
+from raymoe.moe.quantised_experts import QuantisedExperts, quantise_experts
 from raymoe.moe.recomputed_layer import check_recompute, recomputed
 from raymoe.moe.router import Routed
 from raymoe.moe.row_counts import RowCounts
+from raymoe.moe.scaled_layer import refuse_gradients, rows_for_experts, scaled_spec
 from raymoe.moe.slot_parts import move_slots
 from raymoe.moe.taken_over import watch_ddp
 from raymoe.rows.elementwise import add
@@ -40,6 +50,8 @@ class BlockOptions(TypedDict, total=False):
     """Of rows. None: that of the block's experts."""
     weights: str | torch.dtype | None
     """Of all parameters. None: they stay as they are in the block."""
+    experts_dtype: str | None
+    """As in `LayerForm`: `float8_e4m3` quantises the experts."""
     capacity: int | float | str
     backend: str
     sms: int | str
@@ -65,6 +77,8 @@ class MoELayer(nn.Module):
       else `state_dict` refuses to give them where a checkpoint would take them for replicas.
     - **float32 weights** over rows of 16 bits (`LayerForm(weights="float32")`) are cast in each forward pass. Their
       gradients are float32. Such a layer takes x of float32 too, and y has the dtype of x.
+    - **8-bit experts** (`LayerForm(experts_dtype="float8_e4m3")`, or parts with `QuantisedExperts`) are for inference.
+      On GPUs rows cross as 8-bit values with scales, and go to the products so.
     - **Gradients** of experts are the sum over the tokens of all ranks. Those of the router, the norm and the shared
       expert are of this rank's tokens, as before the all-reduce of DDP. All ranks run the backward pass.
     - **Slots.** With `ExchangeSpec(slots=...)` a rank has the weights of its slots. `place` says which experts they
@@ -103,7 +117,8 @@ class MoELayer(nn.Module):
         if spec.slots is not None and isinstance(form, Parts):
             raise ConfigError(f"slots is {spec.slots} with the parts of a layer; only layers from a form have slots")
         watch_ddp()
-        spec = replace(spec, padding="zero")  # for the gradients of weights
+        is_scaled = self._is_scaled(form)
+        spec = scaled_spec(spec, world, backend) if is_scaled else replace(spec, padding="zero")  # for gradients
         exchanges = world.shared(SharedExchanges)
         self.world, self.exchange = world, exchanges.of(spec, backend, sms)
         self.number = exchanges.next_number()
@@ -136,9 +151,11 @@ class MoELayer(nn.Module):
         on_gpu = parts.shared is not None and world.device.type == "cuda"
         self._side = world.shared(SideStream) if on_gpu else None
         rows: torch.dtype = getattr(torch, spec.dtype)
-        self.rows_dtype = None if self.experts.gate_up_proj.dtype == rows else rows
+        of_weights = (parts.router.weight if is_scaled else self.experts.gate_up_proj).dtype
+        self.rows_dtype = None if of_weights == rows else rows
         """The dtype that x and weights are cast to; None where they have it."""
-        self.experts.casts = self.rows_dtype is not None
+        if isinstance(self.experts, Experts):
+            self.experts.casts = self.rows_dtype is not None
         if made or not meta:
             self.to(world.device)
         self.experts.numbers, self.experts.of = self._held(), spec.experts
@@ -156,6 +173,8 @@ class MoELayer(nn.Module):
     @deterministic.setter
     def deterministic(self, kind: str | None) -> None:
         check_deterministic(kind)
+        if kind is not None and isinstance(self.experts, QuantisedExperts):
+            raise ConfigError(f"deterministic is {kind!r} with 8-bit experts, which do not promise it; leave it out")
         router: Any = self._modules[self._router_name]
         self._by_row = router.by_row = self.experts.by_row = kind == "batch"
         for part in (self.norm, self._modules.get(self._shared_name)):
@@ -188,21 +207,34 @@ class MoELayer(nn.Module):
         By name it takes:
 
         - `weights="float32"`: parameters become float32, for training, and rows have the dtype of the block;
+        - `experts_dtype="float8_e4m3"`: the experts are quantised, for inference, and have their weights outputs first.
+          8-bit experts of `FineGrainedFP8Config` stay as they are;
         - `dtype`: that of rows. A block in float32 with `dtype="bfloat16"` keeps its parameters;
         - `capacity`, as in `ExchangeSpec`; `backend` and `sms`, as in a layer.
         """
         parts = parts_of(block, world.rank, world.size)
         gate_up = parts.experts.gate_up_proj
-        hidden = gate_up.shape[1] if parts.experts.transposed else gate_up.shape[2]
+        hidden = gate_up.shape[1] if getattr(parts.experts, "transposed", False) else gate_up.shape[2]
         form, weights = parts.router.form, options.get("weights")
-        dtype = dtype_name(options.get("dtype") or gate_up.dtype)
-        of_weights = dtype_of_weights(weights or gate_up.dtype, dtype)
+        own = parts.router.weight.dtype if isinstance(parts.experts, QuantisedExperts) else gate_up.dtype
+        dtype = dtype_name(options.get("dtype") or own)
+        of_weights = dtype_of_weights(weights or own, dtype)
         if weights is not None:
             parts.cast(of_weights)
+        check_experts_dtype(options.get("experts_dtype"))
+        if options.get("experts_dtype") is not None and isinstance(parts.experts, Experts):
+            parts.experts = quantise_experts(parts.experts)
         capacity = options.get("capacity", "worst")
         spec = ExchangeSpec(tokens, hidden, form.experts, form.topk, dtype=dtype, capacity=capacity, depth=0)
         layer = cls(world, spec, parts, backend=options.get("backend", "auto"), sms=options.get("sms", "auto"))
         return layer.train(block.training)
+
+    @staticmethod
+    def _is_scaled(form: LayerForm | Parts) -> bool:
+        """Whether experts are of 8 bits."""
+        if isinstance(form, Parts):
+            return isinstance(form.experts, QuantisedExperts)
+        return form.experts_dtype is not None
 
     def reset_parameters(self) -> None:
         """Give all parameters the values of the layer's seed, as a loop over a model's modules does after `to_empty`.
@@ -213,7 +245,7 @@ class MoELayer(nn.Module):
             raise ConfigError("reset_parameters of a layer from a block, whose weights follow from no seed: load them")
         modules: dict[str, Any] = self._modules
         parts = Parts(modules[self._router_name], self.experts, modules.get(self._shared_name), norm=self.norm)
-        draw_weights(parts, self.seed, self._held())
+        draw_weights(parts, self.form.ffn, self.seed, self._held())
 
     def place(self, placement: SlotExperts | torch.Tensor) -> None:
         """Let slots hold the experts of a placement, and bring them their weights. All ranks call it between steps.
@@ -275,6 +307,8 @@ class MoELayer(nn.Module):
 
         `recorded` has ids [..., K] of experts, which the router takes instead of its choice.
         """
+        if torch.is_grad_enabled() and isinstance(self.experts, QuantisedExperts):
+            refuse_gradients([("x", x), *self.named_parameters()])
         if self._recompute != "all" or not torch.is_grad_enabled():
             return self._map(x, recorded, return_routing)
         return recomputed(self._map, x, recorded, return_routing)
@@ -333,7 +367,10 @@ class MoELayer(nn.Module):
         after_dispatch: Callable[[], None] | None = None,
     ) -> torch.Tensor:
         """Dispatch, apply the experts and combine, for a given routing. `after_dispatch` may enqueue other work."""
-        if torch.is_grad_enabled() or torch.compiler.is_compiling():
+        if isinstance(self.experts, QuantisedExperts):
+            if torch.is_grad_enabled():
+                refuse_gradients([("x", x), ("topk_weights", topk_weights), *self.named_parameters()])
+        elif torch.is_grad_enabled() or torch.compiler.is_compiling():
             got = dispatch(self.exchange, x.contiguous(), topk_idx, topk_weights, site=self.number)
             if after_dispatch is not None:
                 after_dispatch()
@@ -341,9 +378,19 @@ class MoELayer(nn.Module):
                 self.row_counts.add(got.expert_offsets, got.expert_counts)
             rows = self.experts(got.x, got.expert_offsets, got.expert_counts, got.weights)
             return combine(self.exchange, rows, got, weighted=False)
+        return self._routed_without_gradients(x, topk_idx, topk_weights, after_dispatch)
+
+    def _routed_without_gradients(
+        self,
+        x: torch.Tensor,
+        topk_idx: torch.Tensor,
+        topk_weights: torch.Tensor,
+        after_dispatch: Callable[[], None] | None,
+    ) -> torch.Tensor:
         spec, out = self.exchange.spec, None
         if spec.layout == "expert" and spec.depth == 0:
-            out = torch.empty(spec.rows(self.world.size), spec.hidden, dtype=x.dtype, device=x.device)
+            dtype: torch.dtype = getattr(torch, spec.output_dtype)
+            out = torch.empty(spec.rows(self.world.size), spec.hidden, dtype=dtype, device=x.device)
         # Only the gradients of weights need zeros. Of one token a dispatch takes 6 us without, and 13 with them (H200).
         tokens = Tokens(x.contiguous(), topk_idx, topk_weights, None, zero_gaps=False, site=self.number)
         if spec.slots is not None:
@@ -356,7 +403,7 @@ class MoELayer(nn.Module):
         # Weights are applied between the products where gradients are needed, which rounds at other places.
         weights = dispatched.weights if self._by_row else None
         places = dispatched.expert_offsets, dispatched.expert_counts
-        rows = self.experts(expert_major(dispatched), *places, weights)
+        rows = self.experts(rows_for_experts(dispatched), *places, weights).to(x.dtype)
         return self.exchange.combine_unkept(rows, dispatched, weighted=weights is None)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Self:

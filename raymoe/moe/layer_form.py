@@ -14,8 +14,10 @@ from torch import nn
 
 from raymoe.errors import ConfigError
 from raymoe.exchange.spec import DTYPES, ExchangeSpec, dtype_name
-from raymoe.moe.experts import SWIGLU, Activation, Experts, ModelWeights, local
+from raymoe.fp8 import FP8
+from raymoe.moe.experts import SWIGLU, Activation, Experts, ExpertsOfRank, ModelWeights, local
 from raymoe.moe.families import Parts
+from raymoe.moe.quantised_experts import quantise_experts
 from raymoe.moe.recomputed_layer import check_recompute
 from raymoe.moe.router import Router
 from raymoe.moe.router_formulas import RouterForm
@@ -50,6 +52,9 @@ class LayerForm:
     recompute: str = "nothing"
     """What the backward pass computes again: `nothing`; `activation`, the rows between the experts' products; or `all`,
     the whole forward pass, dispatch included (docs/layer.md)."""
+    experts_dtype: str | None = None
+    """The format of the experts' weights: as the others (None), or `float8_e4m3` with scales, for inference alone. Rows
+    cross as 8-bit floats then (docs/layer.md)."""
 
     def __post_init__(self) -> None:
         check_recompute(self.recompute)
@@ -58,6 +63,7 @@ class LayerForm:
             value = getattr(self, name)
             if type(value) is not int or value < least:
                 raise ConfigError(f"{name} is {value!r}; a whole number of at least {least} is needed")
+        check_experts_dtype(self.experts_dtype)
         if self.weights is not None and dtype_name(self.weights) not in DTYPES:
             raise ConfigError(f"weights is {dtype_name(self.weights)!r}; it is one of {', '.join(DTYPES)}, or None")
 
@@ -66,6 +72,12 @@ def check_deterministic(kind: str | None) -> None:
     """Refuse what `LayerForm.deterministic` cannot be."""
     if kind not in (None, "batch"):
         raise ConfigError(f"deterministic is {kind!r}; it is None or 'batch'")
+
+
+def check_experts_dtype(name: str | None) -> None:
+    """Refuse what `LayerForm.experts_dtype` cannot be."""
+    if name not in (None, FP8):
+        raise ConfigError(f"experts_dtype is {name!r}; it is None or {FP8!r}")
 
 
 def dtype_of_weights(weights: str | torch.dtype | None, rows: str) -> torch.dtype:
@@ -116,7 +128,7 @@ def empty_parts(spec: ExchangeSpec, form: LayerForm, count: int, device: torch.d
     """Make the parts of a layer with `count` experts on this rank. Their values are unspecified."""
     dtype, hidden = dtype_of_weights(form.weights, spec.dtype), spec.hidden
 
-    def empty(*size: int) -> torch.Tensor:
+    def empty(*size: int, device: torch.device = device) -> torch.Tensor:
         return torch.empty(size, dtype=dtype, device=device)
 
     routing = form.router or RouterForm(spec.experts, spec.topk)
@@ -125,44 +137,52 @@ def empty_parts(spec: ExchangeSpec, form: LayerForm, count: int, device: torch.d
             f"a router of the best {routing.topk} of {routing.experts} experts with an exchange of {spec.topk} of "
             f"{spec.experts}; give both the same"
         )
-    weights = ModelWeights(empty(count, 2 * form.ffn, hidden), empty(count, hidden, form.ffn))
+    ffn, quantised = form.ffn, form.experts_dtype is not None
+    if quantised and dtype != getattr(torch, spec.dtype):
+        raise ConfigError(
+            f"weights is {dtype_name(dtype)!r} over rows of {spec.dtype} with experts of {FP8}, which are for "
+            "inference; leave weights out"
+        )
+    of_experts = {"device": torch.device("meta") if quantised else device}
+    weights = ModelWeights(empty(count, 2 * ffn, hidden, **of_experts), empty(count, hidden, ffn, **of_experts))
     if form.biases:
-        weights.gate_up_proj_bias, weights.down_proj_bias = empty(count, 2 * form.ffn), empty(count, hidden)
+        weights.gate_up_proj_bias = empty(count, 2 * ffn, **of_experts)
+        weights.down_proj_bias = empty(count, hidden, **of_experts)
+    wide = Experts(weights, form.activation)  # of 8-bit experts the shapes alone: never all of them in 16 bits
+    experts: ExpertsOfRank = quantise_experts(wide).to_empty(device=device) if quantised else wide
     correction = None
     if routing.score == "sigmoid":
         correction = torch.empty(spec.experts, dtype=torch.float32, device=device)
     router = Router(routing, empty(spec.experts, hidden), correction=correction)
     shared = Mlp(empty(2 * form.shared, hidden), empty(hidden, form.shared)) if form.shared else None
-    parts = Parts(router, Experts(weights, form.activation), shared)
+    parts = Parts(router, experts, shared)
     parts.norm = None if form.norm is None else Norm(empty(hidden), form.norm)
     parts.residual = form.residual
     return parts
 
 
 @torch.no_grad()
-def draw_weights(parts: Parts, seed: int, held: Sequence[int]) -> None:
+def draw_weights(parts: Parts, ffn: int, seed: int, held: Sequence[int]) -> None:
     """Fill the parts of a layer with the values of a seed. `held` has the expert of each place; -1: zeros.
 
-    Experts are drawn on the device that they are on, one after the other, so only one is in memory twice. FSDP may
-    have spread the other parameters.
+    Experts of size `ffn` are drawn on the device that they are on, one after the other, so only one is in memory twice.
+    FSDP may have spread the other parameters.
     """
     router, experts, shared, norm = parts.router, parts.experts, parts.shared, parts.norm
-    gate_up, down = local(experts.gate_up_proj), local(experts.down_proj)
-    gate_up_bias, down_bias = local(experts.gate_up_proj_bias), local(experts.down_proj_bias)
-    assert gate_up is not None and down is not None
-    _, hidden, ffn = down.shape
-    shape, device = ExpertShape(hidden, ffn, down.dtype), down.device
+    down = local(experts.down_proj)
+    assert down is not None
+    hidden, dtype, device = down.shape[1], router.weight.dtype, down.device
+    shape = ExpertShape(hidden, ffn, dtype)
     for place, expert in enumerate(held):
         if expert < 0:
-            for weight in (gate_up, down, gate_up_bias, down_bias):
-                if weight is not None:
-                    weight[place].zero_()
+            experts.put(place, None)
             continue
         drawn = expert_weights(shape, seed, expert, device)
-        gate_up[place], down[place] = drawn.gate_up, drawn.down
-        if gate_up_bias is not None and down_bias is not None:
+        weights = ModelWeights(drawn.gate_up[None], drawn.down[None])
+        if experts.down_proj_bias is not None:
             biases = expert_biases(shape, seed, expert, device)
-            gate_up_bias[place], down_bias[place] = biases.gate_up, biases.down
+            weights.gate_up_proj_bias, weights.down_proj_bias = biases.gate_up[None], biases.down[None]
+        experts.put(place, weights)
     _fill(router.weight, normal(generator("router", seed), *router.weight.shape) * hidden**-0.5)
     if router.e_score_correction_bias is not None:
         router.e_score_correction_bias.zero_()
@@ -170,7 +190,7 @@ def draw_weights(parts: Parts, seed: int, held: Sequence[int]) -> None:
         _fill(norm.weight, torch.ones(hidden, device="cpu"))
     if isinstance(shared, Mlp):
         ffn = shared.down_proj.shape[1]
-        drawn = mlp_weights(ExpertShape(hidden, ffn, down.dtype), generator("shared", seed, device=device))
+        drawn = mlp_weights(ExpertShape(hidden, ffn, dtype), generator("shared", seed, device=device))
         _fill(shared.gate_up_proj, drawn.gate_up)
         _fill(shared.down_proj, drawn.down)
 

@@ -23,7 +23,7 @@ from raymoe.errors import CaptureError, ConfigError, RaymoeError, WeightsMissing
 from raymoe.memory.missing_weights import MissingWeights
 from raymoe.memory.sleeping import SleepingMemory
 from raymoe.memory.world import World
-from raymoe.moe.experts import Experts, local
+from raymoe.moe.experts import ExpertsOfRank, local
 
 
 @dataclass(frozen=True)
@@ -72,6 +72,11 @@ class WeightTarget:
     def checked(self, piece: WeightPiece, cast: bool) -> tuple[Sequence[int] | None, list[int]]:
         """Return the numbers of the piece's experts and its begin in the other dimensions; raise if it does not fit."""
         values, shape = piece.values, list(piece.values.shape)
+        if values.dtype != self.memory.dtype and torch.float8_e4m3fn in (values.dtype, self.memory.dtype):
+            raise ConfigError(
+                f"{self.name} is {self.memory.dtype} and was given {values.dtype}, and a cast knows no scales; give "
+                "the values and scales that raymoe.fp8.quantise_weight makes"
+            )
         if values.dtype != self.memory.dtype and not cast:
             raise ConfigError(
                 f"{self.name} is {self.memory.dtype} and was given {values.dtype}; cast=True rounds it as it is copied"
@@ -127,7 +132,7 @@ def targets_of(model: nn.Module) -> dict[str, WeightTarget]:
                 continue
             name, memory = f"{path}.{own}" if path else own, local(tensor.detach())
             assert memory is not None
-            if isinstance(module, Experts):
+            if isinstance(module, ExpertsOfRank):
                 targets[name] = WeightTarget(name, memory, module.numbers, module.of)
             elif memory.shape != tensor.shape:
                 raise ConfigError(f"{name} is spread over ranks, so no rank can load it alone; load its state_dict")
@@ -343,8 +348,8 @@ def _runs(pairs: list[tuple[int, int]]) -> Iterator[tuple[int, int, int]]:
         yield run
 
 
-def _experts_of(model: nn.Module) -> list[Experts]:
-    return [module for module in model.modules() if isinstance(module, Experts)]
+def _experts_of(model: nn.Module) -> list[ExpertsOfRank]:
+    return [module for module in model.modules() if isinstance(module, ExpertsOfRank)]
 
 
 def _epochs(model: nn.Module) -> set[int]:

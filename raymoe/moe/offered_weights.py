@@ -28,7 +28,7 @@ from raymoe.memory.cuda_ipc import DeviceMemory, DeviceSegment, GpuMemory
 from raymoe.memory.heap import DeviceBytes, Heap
 from raymoe.memory.layout import Layout, Region
 from raymoe.memory.world import World
-from raymoe.moe.experts import Experts
+from raymoe.moe.experts import ExpertsOfRank
 from raymoe.moe.live_weights import WeightPiece, WeightTarget, targets_of
 from raymoe.moe.model_loads import world_of
 
@@ -50,7 +50,7 @@ class OfferedWeights:
         expert_names = {
             f"{path}.{name}" if path else name
             for path, module in model.named_modules()
-            if isinstance(module, Experts)
+            if isinstance(module, ExpertsOfRank)
             for name in module._parameters
         }
         targets = targets_of(model)
@@ -284,6 +284,8 @@ def _words(readers: int) -> Layout:
 
 
 def _region(target: WeightTarget) -> Region:
+    if target.memory.dtype == torch.float8_e4m3fn:
+        raise ConfigError(f"{target.name} has 8-bit values, which cannot be offered; layer.load takes them")
     return Region(target.name, tuple(target.memory.shape), str(target.memory.dtype).removeprefix("torch."))
 
 

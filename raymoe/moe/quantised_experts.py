@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -10,7 +11,7 @@ from torch import Tensor, nn
 from raymoe.errors import ConfigError
 from raymoe.fp8 import FP8_BLOCK, quantise, quantise_weight
 from raymoe.moe.expert_rows import Groups, add_expert_bias
-from raymoe.moe.experts import SWIGLU, Activation, Experts, local
+from raymoe.moe.experts import SWIGLU, Activation, Experts, ExpertsOfRank, ModelWeights, local
 from raymoe.moe.product_fp8_operators import Scaled, ScaledOperands, gate_scaled, multiply_scaled
 from raymoe.moe.product_operators import Added
 
@@ -33,15 +34,11 @@ class ScaledWeights(NamedTuple):
     down_proj_bias: Tensor | None = None
 
 
-class QuantisedExperts(nn.Module):
+class QuantisedExperts(ExpertsOfRank):
     """The experts of one rank, for forward passes without gradients. Its parameters need no gradients."""
 
-    gate_up_proj: nn.Parameter
     gate_up_proj_scale_inv: nn.Parameter
-    down_proj: nn.Parameter
     down_proj_scale_inv: nn.Parameter
-    gate_up_proj_bias: nn.Parameter | None
-    down_proj_bias: nn.Parameter | None
 
     def __init__(self, weights: ScaledWeights, activation: Activation = SWIGLU) -> None:
         super().__init__()
@@ -64,13 +61,41 @@ class QuantisedExperts(nn.Module):
         """
         values, scales = x if isinstance(x, tuple) else quantise(_without_gradient(x))
         groups = Groups(offsets, counts)
-        up = ScaledOperands(values, scales, self.gate_up_proj, self.gate_up_proj_scale_inv)
-        h = gate_scaled(up, groups, Added(self.gate_up_proj_bias, weights), self.activation.form, quantise=True)
-        bias, down = self.down_proj_bias, ScaledOperands(*h, self.down_proj, self.down_proj_scale_inv)
+        own = self.parts()
+        up = ScaledOperands(values, scales, own.gate_up_proj, own.gate_up_proj_scale_inv)
+        h = gate_scaled(up, groups, Added(own.gate_up_proj_bias, weights), self.activation.form, quantise=True)
+        bias, down = own.down_proj_bias, ScaledOperands(*h, own.down_proj, own.down_proj_scale_inv)
         y = multiply_scaled(down, groups, Added(bias if weights is None else None))
         if bias is not None and weights is not None:
             y = add_expert_bias(y, bias, groups, weights)
         return y if isinstance(x, tuple) else y.to(x.dtype)
+
+    def parts(self) -> ScaledWeights:
+        """Return the weights as this rank holds them: plain tensors, also where they are shards."""
+        own: dict[str, Any] = {name: local(getattr(self, name)) for name in ScaledWeights._fields}
+        return ScaledWeights(**own)
+
+    def put(self, place: int, weights: ModelWeights | None) -> None:
+        """Quantise the weights of one expert, `[1, ...]`, into a place of these; None puts zeros there."""
+        own = self.parts()
+        quantised = own if weights is None else quantise_experts(Experts(weights, self.activation)).parts()
+        for part, values in zip(own, quantised, strict=True):
+            if part is None or values is None:
+                continue
+            if weights is None:
+                part[place].zero_()
+            else:
+                part[place] = values[0]
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Any:
+        """Move the parameters, and refuse to change a dtype: a cast of values knows no scales."""
+        values = self.parts().down_proj
+        if (dtype := fn(values.new_empty(0)).dtype) != values.dtype:
+            raise ConfigError(
+                f"a module with experts of {values.dtype} was to become {dtype}, and a cast knows no scales; make the "
+                "layer with the dtype that you need"
+            )
+        return super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
 
 
 def _without_gradient(x: Tensor) -> Tensor:

@@ -17,7 +17,7 @@ import torch
 from torch.utils.checkpoint import checkpoint
 
 from raymoe.exchange.spec import ExchangeSpec
-from raymoe.fp8 import FP8
+from raymoe.fp8 import FP8, FP8_BLOCK, quantise, quantise_weight
 from raymoe.moe.weights import ExpertShape, expert_biases, expert_weights, generator
 from raymoe.workload.inputs import Batch
 from raymoe.workload.memory_needed import PIECE_BYTES
@@ -144,14 +144,16 @@ class AffineExperts:
 
 @dataclass(frozen=True)
 class LayerExperts:
-    """The layer's own experts in float64, from the same weights; `kind` as in `LayerSection.experts`.
+    """The layer's own experts in float64, from the same weights; `kind` and `experts_dtype` as in `LayerSection`.
 
-    An expert is drawn where `x` is. A backward pass draws it once more, so no more than one is held in float64.
+    An expert is drawn where `x` is. A backward pass draws it once more, so no more than one is held in float64. 8-bit
+    experts take the quantised values of weights, of rows, and of the rows between the products.
     """
 
     shape: ExpertShape
     seed: int = 0
     kind: str = "swiglu"
+    experts_dtype: str | None = None
 
     def __call__(self, expert: int, x: torch.Tensor) -> torch.Tensor:
         rows: torch.Tensor = checkpoint(self._rows, expert, x, use_reentrant=False, preserve_rng_state=False)
@@ -159,13 +161,38 @@ class LayerExperts:
 
     def _rows(self, expert: int, x: torch.Tensor) -> torch.Tensor:
         weights = expert_weights(self.shape, self.seed, expert, x.device)
-        gate_up, down = x.double() @ weights.gate_up.double().T, weights.down.double().T
+        gate_up = self._rounded(x) @ self._rounded_weight(weights.gate_up, 2).T
+        down = self._rounded_weight(weights.down).T
         if self.kind == "swiglu":
             gate, up = gate_up.chunk(2, dim=-1)
-            rows: torch.Tensor = (gate * gate.sigmoid() * up) @ down
+            rows: torch.Tensor = self._rounded(gate * gate.sigmoid() * up) @ down
             return rows
         biases = expert_biases(self.shape, self.seed, expert, x.device)
         gate_up = gate_up + biases.gate_up.double()
         gate, up = gate_up[:, 0::2].clamp(max=7.0), gate_up[:, 1::2].clamp(-7.0, 7.0)
-        rows = (gate * (1.702 * gate).sigmoid() * (up + 1.0)) @ down
+        rows = self._rounded(gate * (1.702 * gate).sigmoid() * (up + 1.0)) @ down
         return rows + biases.down.double()
+
+    def _rounded(self, rows: torch.Tensor) -> torch.Tensor:
+        """Return the rows as the products take them, float64."""
+        if self.experts_dtype is None:
+            return rows.double()
+        values, scales = quantise(rows.float())
+        return _scaled_blocks(values, scales)
+
+    def _rounded_weight(self, weight: torch.Tensor, parts: int = 1) -> torch.Tensor:
+        """Return a weight as the products take it, float64. Each of its `parts` has blocks of its own."""
+        if self.experts_dtype is None:
+            return weight.double()
+        if self.kind != "swiglu":  # gate and up take turns
+            parts = 1
+        rounded = []
+        for part in weight.chunk(parts):
+            values, scales = quantise_weight(part)
+            rounded.append(_scaled_blocks(values, scales.repeat_interleave(FP8_BLOCK, dim=0)[: len(part)]))
+        return torch.cat(rounded)
+
+
+def _scaled_blocks(values: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
+    """Multiply values [N, K] by the scales [N, ceil(K / 128)] of their blocks, in float64."""
+    return values.double() * scales.double().repeat_interleave(FP8_BLOCK, dim=1)[:, : values.shape[1]]

@@ -14,7 +14,8 @@ import torch
 
 from raymoe.errors import ConfigError, RaymoeError
 from raymoe.memory.world import World
-from raymoe.moe.differentiable import expert_major, return_gradients, send_gradients
+from raymoe.moe.differentiable import return_gradients, send_gradients
+from raymoe.moe.scaled_layer import rows_for_experts
 from raymoe.workload.clock import TimedOp, Work, calls_of
 from raymoe.workload.inputs import Batch, Inputs
 from raymoe.workload.layer.passes import LayerPasses, Results
@@ -155,11 +156,13 @@ class GpuLayerStep:
             ids, weights, _ = layer.gate(h)
             out = None
             if spec.layout == "expert":
-                out = torch.empty(spec.rows(self.world.size), spec.hidden, dtype=x.dtype, device=x.device)
+                dtype: torch.dtype = getattr(torch, spec.output_dtype)
+                out = torch.empty(spec.rows(self.world.size), spec.hidden, dtype=dtype, device=x.device)
             dispatched = exchange.dispatch(h, ids, weights, None, out, zero_gaps=False)
-            rows = expert_major(dispatched).clone()
+            came = rows_for_experts(dispatched)
+            rows = tuple(part.clone() for part in came) if isinstance(came, tuple) else came.clone()
             groups = dispatched.expert_offsets, dispatched.expert_counts
-            results = layer.experts(rows, *groups)
+            results = layer.experts(rows, *groups).to(x.dtype)
             exchange.combine(results, dispatched)
             self._settle()
         works: dict[str, Callable[[], object]] = {

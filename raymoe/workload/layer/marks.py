@@ -94,7 +94,10 @@ class Marks:
             return routed._replace(topk_weights=self.at("router", routed.topk_weights))
 
         def before_experts(_module: object, inputs: tuple[Any, ...]) -> tuple[Any, ...]:
-            return self.at("dispatch", inputs[0]), *inputs[1:]
+            rows, *others = inputs
+            if isinstance(rows, tuple):  # 8-bit values and their scales
+                return (self.at("dispatch", rows[0]), rows[1]), *others
+            return self.at("dispatch", rows), *others
 
         routed = layer.routed
         layer.routed = lambda *inputs: self.at("combine", routed(*inputs))

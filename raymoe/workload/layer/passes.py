@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -20,7 +20,7 @@ from raymoe.moe.weights import ExpertShape, generator, mlp_weights
 from raymoe.workload.inputs import Batch
 from raymoe.workload.layer.marks import START, SUM, Marks
 from raymoe.workload.memory_needed import spec_of
-from raymoe.workload.oracle import LayerExperts, Want, want
+from raymoe.workload.oracle import LAYER_SLACK, LayerExperts, Want, bound_of, want
 
 EPS = 1e-6
 VERIFIED_ON_GPUS = 64
@@ -52,11 +52,17 @@ class LayerPasses:
             norm=EPS if self.own_router else None,
             residual=self.own_router,
             recompute="activation" if self.recompute == "activation" else "nothing",  # `run` itself repeats all
+            experts_dtype=section.experts_dtype,
         )
         backend, sms = job.exchange.backend, job.exchange.sms
         layer = MoELayer(world, self.spec, form, backend=backend, sms=sms, seed=self.seed)
         self.layer: Any = layer.train(self.backward)  # inference counts no rows
-        if world.device.type == "cpu" and not self.backward:
+        self.spec = replace(self.spec, wire=layer.exchange.spec.wire, output=layer.exchange.spec.output)
+        is_scaled = section.experts_dtype is not None
+        exact = replace(self.spec, wire={"combine": self.spec.combine_wire}, output="dequantised")
+        self.bound = LAYER_SLACK * bound_of(exact if is_scaled else self.spec)
+        """The error allowed. The reference of 8-bit experts quantises as they do, so their rounding is not in it."""
+        if world.device.type == "cpu" and not self.backward and not is_scaled:
             self.layer.experts.to(arithmetic_dtype(self.shape.dtype))  # converted once, not in each step
         self.marks = Marks()
         self.marks.put_into(self.layer)
@@ -64,7 +70,7 @@ class LayerPasses:
         self.parameters = [named[name] for name in named if self.own_router or "gate." not in name]
         self.after_forward: Callable[[], None] = _nothing
         """Called between the forward and the backward pass of a step."""
-        self._experts = LayerExperts(self.shape, self.seed, section.experts)
+        self._experts = LayerExperts(self.shape, self.seed, section.experts, section.experts_dtype)
 
     def run(self, batch: Batch, dy: torch.Tensor) -> Results:
         """Run the forward pass, and the backward pass from the gradient `dy` of the output if the job has one."""

@@ -24,7 +24,6 @@ from raymoe.workload.measure import (
     runs_of,
     shape_keys,
 )
-from raymoe.workload.oracle import LAYER_SLACK, bound_of
 from raymoe.workload.p2p.link import link_gbps
 from raymoe.workload.progress import Progress, step_listener
 from raymoe.workload.traffic import Traffic, domain_keys, expert_load, traffic_of, work_of
@@ -42,7 +41,7 @@ def run_layer(case: Case, world: World, progress: Callable[[Progress], None]) ->
     dtype: torch.dtype = getattr(torch, job.shape.dtype)
     inputs = Inputs(Routing.of(job), world.rank, job.shape.hidden, dtype, world.device)
     passes = LayerPasses(job, world)
-    steps = Steps(job.steps.warmup, job.steps.count, job.steps.verify, LAYER_SLACK * bound_of(passes.spec))
+    steps = Steps(job.steps.warmup, job.steps.count, job.steps.verify, passes.bound)
     draws = draws_of_layer(passes, inputs)
     traffic, load = traffic_of(world, draws, passes.spec), expert_load(world, draws, passes.spec)
     with closing(_step_of(case, world, passes, inputs)) as step:
@@ -64,6 +63,8 @@ def run_layer(case: Case, world: World, progress: Callable[[Progress], None]) ->
             line |= {"gbps_wire": None, "tokens_per_s": tokens_per_second(tokens, samples.us[index])}
         if line["gbps_wire"]:
             line |= {"gbps_link": limits.get(op)}
+        dispatch, combine = passes.spec.dispatch_wire, passes.spec.combine_wire  # 8-bit experts choose it
+        line |= {"wire": dispatch if dispatch == combine else f"{dispatch}/{combine}"}
         if passes.own_router:
             line |= {"routing": job.layer.router.kind}
         forward = {STEP: "exchange", DISPATCH: DISPATCH, COMBINE: COMBINE}

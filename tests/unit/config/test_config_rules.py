@@ -30,6 +30,12 @@ IMPOSSIBLE = [
     ("layer", "exchange.wire=float8_e4m3", "rows of a layer cannot cross as float8_e4m3"),
     ("layer", "exchange.layout=token", "the experts of workload layer take no rows by token, write expert or rank"),
     ("layer", "layer.recompute=true", "nothing is recomputed without a backward pass, write backward: true"),
+    (
+        "layer",
+        "layer={experts_dtype: float8_e4m3, backward: true}",
+        "experts of float8_e4m3 have no gradients, leave out backward or experts_dtype",
+    ),
+    ("layer", "layer.experts_dtype=fp8", "only float8_e4m3 is allowed here, did you mean 'float8_e4m3'?"),
     ("layer", "layer={router: {kind: sigmoid, groups: 5}}", "32 experts in 5 groups"),
     ("layer", "layer={router: {kind: sigmoid, groups: 16}}", "the best 1 of 16 groups of 2 experts do not hold top-4"),
     ("layer", "layer.router.groups=4", "means nothing with layer.router.kind given"),
@@ -52,6 +58,36 @@ def test_an_impossible_combination_is_reported_at_the_last_setting(tmp_path, wor
     reported = problems(tmp_path, f"workload: {workload}\n", setting)
     assert len(reported) == 1
     assert reported[0].startswith("--set ") and expected in reported[0]
+
+
+EIGHT_BITS = "workload: layer\nworld: {ranks: 2, device: DEVICE}\nlayer: {experts_dtype: float8_e4m3}\n"
+
+
+@pytest.mark.parametrize(
+    ("device", "setting", "expected"),
+    [
+        ("cuda", "exchange.wire=bfloat16", "rows cross as bfloat16 and experts of float8_e4m3 take float8_e4m3"),
+        ("cuda", "exchange.backend=collective", "backend collective has no float8_e4m3 on GPUs, take fused or staged"),
+        ("cuda", "layer.backward=true", "experts of float8_e4m3 have no gradients"),
+        ("cpu", "exchange.wire=float8_e4m3", "rows cannot cross as float8_e4m3 between CPU ranks"),
+        ("cuda", "exchange={wire: float8_e4m3, output: raw}", None),
+        ("cuda", "exchange={wire: {combine: float16}}", None),
+        ("cpu", "exchange.backend=collective", None),
+    ],
+    ids=str,
+)
+def test_8_bit_experts_choose_their_wire(tmp_path, device, setting, expected):
+    text = EIGHT_BITS.replace("DEVICE", device)
+    if expected is None:
+        assert load_job(write(tmp_path, text), [setting]).layer.experts_dtype == "float8_e4m3"
+        return
+    (problem,) = problems(tmp_path, text, setting)
+    assert expected in problem
+
+
+def test_a_backward_pass_of_8_bit_experts_is_refused_with_its_line(tmp_path):
+    (problem,) = problems(tmp_path, "workload: layer\nlayer:\n  experts_dtype: float8_e4m3\n  backward: true\n")
+    assert "line 3, layer.experts_dtype = float8_e4m3: experts of float8_e4m3 have no gradients" in problem
 
 
 def test_more_rows_than_offsets_can_count_are_refused(tmp_path):

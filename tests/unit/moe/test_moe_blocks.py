@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 from transformers import DeepseekV3Config, GptOssConfig, MixtralConfig, OlmoeConfig, Qwen3MoeConfig
+from transformers.integrations.finegrained_fp8 import FP8Experts
 from transformers.models.deepseek_v3.modeling_deepseek_v3 import DeepseekV3MoE
 from transformers.models.gpt_oss.modeling_gpt_oss import GptOssMLP
 from transformers.models.mixtral.modeling_mixtral import MixtralSparseMoeBlock, load_balancing_loss_func
@@ -19,10 +20,13 @@ from transformers.models.olmoe.modeling_olmoe import OlmoeSparseMoeBlock
 from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeSparseMoeBlock
 
 from raymoe.errors import ConfigError
+from raymoe.fp8 import dequantise_weight, quantise_weight
 from raymoe.memory.world import World
 from raymoe.moe.layer import MoELayer
+from raymoe.moe.quantised_experts import quantise_experts
 from raymoe.moe.router import balance_loss, route
 from raymoe.moe.router_formulas import RouterForm
+from tests.unit.moe.bits import assert_same_bits
 from tests.unit.moe.gradient_cases import close
 from tests.unit.worlds import close as close_worlds
 from tests.unit.worlds import each, wired
@@ -172,6 +176,74 @@ def test_rows_of_a_float32_block_may_have_16_bits(family: str) -> None:
         close("y", y, of_block.detach().double(), 3e-2)
         with pytest.raises(ConfigError, match="weights is 'bfloat16' with rows of float16"):
             MoELayer.from_block(block_of(family, torch.bfloat16), world, tokens=10, dtype="float16")
+
+
+@pytest.mark.parametrize("family", ["deepseek_v3", "gpt_oss"])
+def test_the_experts_of_a_block_become_8_bit_ones(family: str) -> None:
+    (world,) = wired(1)
+    x = batch_of(0, (2, 5))[0].detach()
+    with world, torch.no_grad():
+        for dtype, rows in ((torch.bfloat16, None), (torch.float32, torch.bfloat16)):
+            block = block_of(family, dtype)
+            layer = MoELayer.from_block(block, world, tokens=10, dtype=rows, experts_dtype="float8_e4m3")
+            wide = MoELayer.from_block(block_of(family, dtype), world, tokens=10, dtype=rows)
+            quantised = quantise_experts(wide.experts)
+            for name, parameter in layer.experts.named_parameters():
+                assert_same_bits(parameter, getattr(quantised, name))
+            y, want = (made(x.to(dtype)) for made in (layer, wide))
+            if family == "gpt_oss":
+                y, want = y[0], want[0]
+            assert y.dtype == dtype and layer.exchange.spec.dtype == "bfloat16"
+            close("y", y, want.double(), 0.1)
+    with pytest.raises(ConfigError, match="experts_dtype is 'int8'; it is None or 'float8_e4m3'"):
+        MoELayer.from_block(block, world, tokens=10, experts_dtype="int8")
+
+
+def scaled_block(family: str) -> Any:
+    """Make a block whose experts are those of transformers' quantiser, which itself needs a GPU."""
+    block = block_of(family, torch.bfloat16)
+    config = copy.copy(block.experts.config)
+    config.intermediate_size = config.moe_intermediate_size = 128
+    config.num_local_experts = config.num_experts = len(block.experts.down_proj)
+    experts = FP8Experts(config, block_size=(128, 128))
+    with torch.no_grad():
+        for name in ("gate_up_proj", "down_proj"):
+            own = getattr(experts, name)
+            wide = torch.randn(own.shape, generator=torch.Generator().manual_seed(len(name))) * 0.1
+            values, scales = quantise_weight(wide)
+            own.copy_(values)
+            getattr(experts, f"{name}_scale_inv").copy_(scales)
+    block.experts = experts
+    return block
+
+
+@pytest.mark.parametrize("family", ["mixtral", "deepseek_v3"])
+def test_a_block_with_8_bit_experts_keeps_their_values(family: str) -> None:
+    x, worlds = batch_of(0, (2, 5))[0].detach().bfloat16(), wired(2)
+
+    block, wide = scaled_block(family), block_of(family, torch.bfloat16)
+    for name in ("gate_up_proj", "down_proj"):
+        values = getattr(block.experts, name), getattr(block.experts, f"{name}_scale_inv")
+        setattr(wide.experts, name, torch.nn.Parameter(dequantise_weight(*values).bfloat16()))
+
+    def run(world: World) -> torch.Tensor:
+        layer = MoELayer.from_block(block, world, tokens=10)
+        count = len(block.experts.down_proj) // 2
+        for name, parameter in layer.experts.named_parameters():
+            assert_same_bits(parameter, getattr(block.experts, name)[world.rank * count :][:count].detach())
+        with torch.no_grad():
+            y = layer(x)
+            close("y", y, wide(x).double(), 0.1)
+        return y
+
+    for y in each(worlds, run):
+        assert torch.is_tensor(y), y
+    with pytest.raises(ConfigError, match="weights cannot be cast with 8-bit experts"):
+        MoELayer.from_block(block, worlds[0], tokens=10, weights="bfloat16")
+    close_worlds(worlds)
+    block.experts.activation_scheme = "static"
+    with wired(1)[0] as world, pytest.raises(ConfigError, match="experts with static scales of rows"):
+        MoELayer.from_block(block, world, tokens=10)
 
 
 def routed(block: Any, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:

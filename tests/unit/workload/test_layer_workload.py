@@ -155,6 +155,36 @@ def test_wrong_experts_of_gpt_oss_are_found(pool: RankPool, fault: str) -> None:
     assert {type(error) for error in errors} == {WrongResult}
 
 
+def scaled_wrongly(world: World, given: dict[str, Any], name: str, factor: float) -> None:
+    """Run a job whose 8-bit experts have one scale multiplied by a factor, in each expert."""
+    real = passes.MoELayer
+
+    def spoilt(*args: Any, **options: Any) -> Any:
+        layer = real(*args, **options)
+        with torch.no_grad():
+            getattr(layer.experts, name)[:, 0, 0] *= factor
+        return layer
+
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(passes, "MoELayer", spoilt)
+        run_cases(world, given)
+
+
+@pytest.mark.parametrize(
+    ("kind", "layout", "experts"), [("given", "rank", "swiglu"), ("chosen", "expert", "gpt_oss")], ids=str
+)
+def test_8_bit_experts_are_verified_and_a_wrong_scale_is_found(
+    pool: RankPool, kind: str, layout: str, experts: str
+) -> None:
+    given = layer_job(2, kind, experts=experts, experts_dtype="float8_e4m3", shared=16)
+    given |= {"shape": given["shape"] | {"hidden": 256, "ffn": 200}, "exchange": {"layout": layout}}
+    lines = run(pool, given)
+    assert lines[0]["verified"] and lines[0]["max_error"] < 2e-2
+    for name in ("gate_up_proj_scale_inv", "down_proj_scale_inv"):
+        assert {type(error) for error in failures(pool, 2, scaled_wrongly, given, name, 2.0)} == {WrongResult}
+    pool.run(2, scaled_wrongly, given, "down_proj_scale_inv", 1.0)
+
+
 def test_the_same_job_is_correct_without_a_fault(pool: RankPool) -> None:
     pool.run(2, spoiled, layer_job(2, "sigmoid", backward=True, shared=16), "none")
 
