@@ -51,7 +51,7 @@ EXAMPLES = {
     ),
     "train.py": Example(
         "torchrun --nproc-per-node 2 examples/train.py",
-        r"2 ranks on {device} by ddp: steps 0 to 30, loss 5\.\d+ to [23]\.\d+, the unsharded run's to \de-\d+",
+        r"2 ranks on {device} by ddp: steps 0 to 30, loss 5\.\d+ to [23]\.\d+, the unsharded run's to \de[-+]\d+",
         lines=1,
     ),
 }
@@ -85,18 +85,18 @@ PROGRAMS = EXAMPLES | {
     ),
     "train.py, a rank killed": Example(
         "torchrun --nproc-per-node 2 --max-restarts 1 examples/train.py --parallel fsdp --folder run --kill-at 15",
-        r"2 ranks on {device} by fsdp: steps 10 to 30, loss 5\.\d+ to [23]\.\d+, the unsharded run's to \de-\d+",
+        r"2 ranks on {device} by fsdp: steps 10 to 30, loss 5\.\d+ to [23]\.\d+, the unsharded run's to \de[-+]\d+",
         lines=1,
     ),
     "train.py, a worker of Ray Train killed": Example(
         "python examples/train.py --ray --folder run --kill-at 15",
-        r"2 ranks on {device} by ddp: steps 10 to 30, loss 5\.\d+ to [23]\.\d+, the unsharded run's to \de-\d+",
+        r"2 ranks on {device} by ddp: steps 10 to 30, loss 5\.\d+ to [23]\.\d+, the unsharded run's to \de[-+]\d+",
         lines=1,
         on_ray=True,
     ),
     "train.py, compiled": Example(
         "torchrun --nproc-per-node 2 examples/train.py --parallel fsdp --compile --steps 3",
-        r"2 ranks on {device} by fsdp: steps 0 to 3, loss 5\.\d+ to 5\.\d+, the unsharded run's to \de-\d+",
+        r"2 ranks on {device} by fsdp: steps 0 to 3, loss 5\.\d+ to 5\.\d+, the unsharded run's to \de[-+]\d+",
         lines=1,
     ),
 }
