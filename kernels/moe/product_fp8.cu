@@ -40,11 +40,11 @@
 // Dynamic shared memory: two strips for each stage; the maxima and the factors of a tile's results; up to a multiple of
 // 1024 bytes; then as in product.cu. raymoe/moe/product_fp8.py computes the same sum.
 
-#include "raymoe/moe/product/quantised_results.cuh"
+#include "raymoe/moe/product/scaled_rows.cuh"
 
 namespace raymoe {
 
-static_assert(TOKENS <= 144, "sums and products of more tokens do not fit in the registers");
+static_assert(TOKENS <= 128, "two warpgroups have 64 tokens each");
 static_assert(!ZEROES_GAPS && !STORES_PRODUCTS, "these products have no gradients");
 
 // Multiplies 128 columns of a half of a tile.
@@ -61,12 +61,10 @@ __device__ __forceinline__ void multiply_half(float (&products)[N / 2], u64 rows
 template <u32 N, class Params>
 __device__ __forceinline__ void multiply_tile(const Params& p, const Memory& memory, const ProductTile& tile,
                                               u32& turn) {
-    constexpr bool OF_BOTH_HALVES = N <= 96;
-    float sums[2][N / 2], products[OF_BOTH_HALVES ? 2 : 1][N / 2];
+    float sums[2][N / 2], products[2][N / 2];
 #pragma unroll
     for (u32 i = 0; i < N / 2; ++i) {
-        sums[0][i] = sums[1][i] = products[0][i] = 0.0f;
-        products[OF_BOTH_HALVES ? 1 : 0][i] = 0.0f;
+        sums[0][i] = sums[1][i] = products[0][i] = products[1][i] = 0.0f;
     }
     const u32 steps = (p.product.columns + COLUMNS - 1) / COLUMNS, warpgroup = threadIdx.x / 128;
     for (u32 step = 0; step < steps; ++step, ++turn) {
@@ -78,24 +76,13 @@ __device__ __forceinline__ void multiply_tile(const Params& p, const Memory& mem
         const u64 tokens = operand_descriptor(memory.tokens(stage));
         ptx::wgmma_fence();  // orders the registers of the products before the wgmma that replace them
         multiply_half<N>(products[0], rows, tokens);
-        if constexpr (OF_BOTH_HALVES) {
-            multiply_half<N>(products[1], rows + HALF_BYTES / 16, tokens);
-            ptx::wgmma_wait<1>();
-            ptx::sums_have_come(products[0]);
-            promote(sums[0], products[0], strips[0]);
-            ptx::wgmma_wait<0>();
-            ptx::sums_have_come(products[1]);
-            promote(sums[1], products[1], strips[1]);
-        } else {
-            ptx::wgmma_wait<0>();
-            ptx::sums_have_come(products[0]);
-            promote(sums[0], products[0], strips[0]);
-            ptx::wgmma_fence();  // the same for the other half
-            multiply_half<N>(products[0], rows + HALF_BYTES / 16, tokens);
-            ptx::wgmma_wait<0>();
-            ptx::sums_have_come(products[0]);
-            promote(sums[1], products[0], strips[1]);
-        }
+        multiply_half<N>(products[1], rows + HALF_BYTES / 16, tokens);
+        ptx::wgmma_wait<1>();
+        ptx::sums_have_come(products[0]);
+        promote(sums[0], products[0], strips[0]);
+        ptx::wgmma_wait<0>();
+        ptx::sums_have_come(products[1]);
+        promote(sums[1], products[1], strips[1]);
         __syncwarp();  // all threads of the warp have read the strips
         give_back(memory, turn);
     }
@@ -114,6 +101,12 @@ __device__ __forceinline__ void multiply_tile(const Params& p, const Memory& mem
             results.store(eight, low, high);
         }
     }
+}
+
+template <>
+__device__ __forceinline__ void multiply_many(const ScaledProductParams& p, const Memory& memory,
+                                              const ProductTile& tile, u32& turn) {
+    multiply_rows(p, memory, tile, turn);
 }
 
 }  // namespace raymoe

@@ -23,7 +23,7 @@ COLUMN_STEP = 16
 """Columns are a multiple of it: rows begin at multiples of 16 bytes."""
 LEAST_STAGES = 3
 """Three warps take stages in turn."""
-MOST_TOKENS = 144
+MOST_TOKENS = 128
 """Tokens of a tile for which the sums fit in registers."""
 
 
@@ -48,7 +48,7 @@ class ScaledTiles(TileClass):
         return -(-strips * 4 * self.tokens // 1024) * 1024 + super().shared_bytes(experts)
 
 
-TILES = ScaledTiles(136, 4)
+TILES = ScaledTiles(128, 4)
 """The class that is the fastest for any number of rows, and with all switches spills no registers."""
 
 

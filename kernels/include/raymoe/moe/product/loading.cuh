@@ -41,7 +41,10 @@ __device__ __forceinline__ ProductTile find_tile(const ProductParams& p, const M
     const u32 within = number - ptx::shared_load_4(memory.first_tile(expert));
     // Neighbouring tiles have the same weights, so that blocks which run at once read them from the L2 cache.
     const u32 output = within / tiles * OUTPUTS, token_tile = within % tiles, steps = rounded_up(rows, STEP) / STEP;
-    const u32 begin = token_tile * steps / tiles * STEP, end = (token_tile + 1) * steps / tiles * STEP;
+    // Tokens that are rows of wgmma cost as much as all rows, so tiles are full then, but for the last.
+    const bool full = COLUMN_TOKENS < TOKENS;
+    const u32 begin = full ? token_tile * TOKENS : token_tile * steps / tiles * STEP;
+    const u32 end = full ? begin + TOKENS : (token_tile + 1) * steps / tiles * STEP;
     const u32 stored = ZEROES_GAPS ? min(end, room) : min(end, rows);
     return {expert, output, start + begin, min(end, rows) - begin, stored - begin};
 }

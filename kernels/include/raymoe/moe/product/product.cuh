@@ -60,6 +60,11 @@ constexpr u32 ROW_BYTES = 128, COLUMNS = ROW_BYTES / OPERAND_BYTES;  // of a sta
 constexpr u32 HALF_BYTES = HALF_ROWS * ROW_BYTES, WEIGHT_BYTES = 2 * HALF_BYTES;
 constexpr u32 STAGE_BYTES = WEIGHT_BYTES + TOKENS * ROW_BYTES;
 constexpr u32 STEP = ZEROES_GAPS ? 16 : 8;  // a tile's tokens are a multiple of it
+#ifdef E4M3_OPERANDS
+constexpr u32 COLUMN_TOKENS = TOKENS < 64 ? TOKENS : 64;  // the most that are columns of wgmma; more are its rows
+#else
+constexpr u32 COLUMN_TOKENS = TOKENS;
+#endif
 static_assert(TOKENS % STEP == 0 && TOKENS <= 176, "sums of more tokens do not fit in the registers");
 static_assert(!(GATED && TRANSPOSED), "gate and up rows of transposed weights are no boxes");
 

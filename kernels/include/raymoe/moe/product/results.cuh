@@ -34,6 +34,17 @@ __device__ __forceinline__ FourOutputs by_token(const float (&sums)[4]) {
     return odd ? FourOutputs{other, high} : FourOutputs{low, other};
 }
 
+// The activation of a gate and its up product.
+__device__ __forceinline__ float gated(const ProductParams& p, float gate, float up) {
+#ifdef GENERAL_GATE
+    gate = fminf(gate, p.limit);
+    up = fminf(fmaxf(up, -p.limit), p.limit);
+    return __fdividef(gate, 1.0f + __expf(-p.alpha * gate)) * (up + p.up_plus);
+#else
+    return __fdividef(gate, 1.0f + __expf(-gate)) * up;
+#endif
+}
+
 // The results of one tile: where they go, and what is added or multiplied.
 struct Results {
     const ProductParams& p;
@@ -89,7 +100,7 @@ struct Results {
         if constexpr (GATED) {
 #pragma unroll
             for (u32 i = 0; i < 4; ++i) {
-                low[i] = gated(low[i], high[i]);
+                low[i] = gated(p, low[i], high[i]);
             }
         }
         if constexpr (WEIGHTED) {
@@ -103,16 +114,6 @@ struct Results {
         for (u32 i = 0; i < 4; ++i) {
             sums[i] += bias[half][i / 2];
         }
-    }
-
-    __device__ __forceinline__ float gated(float gate, float up) const {
-#ifdef GENERAL_GATE
-        gate = fminf(gate, p.limit);
-        up = fminf(fmaxf(up, -p.limit), p.limit);
-        return __fdividef(gate, 1.0f + __expf(-p.alpha * gate)) * (up + p.up_plus);
-#else
-        return __fdividef(gate, 1.0f + __expf(-gate)) * up;
-#endif
     }
 
     // Multiplies by the weights of this thread's two tokens.
