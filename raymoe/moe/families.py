@@ -116,13 +116,18 @@ def _swiglu_experts(experts: Any, rank: int, ranks: int) -> ExpertsOfRank:
 
 def _quantised_share(experts: Any, rank: int, ranks: int) -> QuantisedExperts:
     """Copy one rank's 8-bit experts of `FP8Experts`."""
+    check_scales(experts)
+    count = _experts_of_a_rank(experts.down_proj, ranks)
+    tensors = {name: parameter.detach() for name, parameter in experts.named_parameters()}
+    return load_quantised_experts(tensors, "", experts=range(rank * count, (rank + 1) * count), activation=SWIGLU)
+
+
+def check_scales(experts: Any) -> None:
+    """Refuse `FP8Experts` whose rows or weights have other scales than raymoe's products."""
     if (scheme := getattr(experts, "activation_scheme", "dynamic")) != "dynamic":
         raise ConfigError(f"experts with {scheme} scales of rows; a layer takes dynamic ones, which follow the rows")
     if (block := getattr(experts, "block_size", (FP8_BLOCK, FP8_BLOCK))) is None or set(block) != {FP8_BLOCK}:
         raise ConfigError(f"experts with scales of blocks of {block}; a layer takes {FP8_BLOCK} x {FP8_BLOCK}")
-    count = _experts_of_a_rank(experts.down_proj, ranks)
-    tensors = {name: parameter.detach() for name, parameter in experts.named_parameters()}
-    return load_quantised_experts(tensors, "", experts=range(rank * count, (rank + 1) * count), activation=SWIGLU)
 
 
 def _experts_of_a_rank(weights: torch.Tensor, ranks: int) -> int:

@@ -59,16 +59,7 @@ class QuantisedExperts(ExpertsOfRank):
         between the products are quantised too, by the kernel of the first. `weights` are as in `Experts`. The
         result has the dtype of x, bfloat16 for a pair.
         """
-        values, scales = x if isinstance(x, tuple) else quantise(_without_gradient(x))
-        groups = Groups(offsets, counts)
-        own = self.parts()
-        up = ScaledOperands(values, scales, own.gate_up_proj, own.gate_up_proj_scale_inv)
-        h = gate_scaled(up, groups, Added(own.gate_up_proj_bias, weights), self.activation.form, quantise=True)
-        bias, down = own.down_proj_bias, ScaledOperands(*h, own.down_proj, own.down_proj_scale_inv)
-        y = multiply_scaled(down, groups, Added(bias if weights is None else None))
-        if bias is not None and weights is not None:
-            y = add_expert_bias(y, bias, groups, weights)
-        return y if isinstance(x, tuple) else y.to(x.dtype)
+        return apply_scaled(x, self.parts(), Groups(offsets, counts), self.activation, weights)
 
     def parts(self) -> ScaledWeights:
         """Return the weights as this rank holds them: plain tensors, also where they are shards."""
@@ -96,6 +87,24 @@ class QuantisedExperts(ExpertsOfRank):
                 "layer with the dtype that you need"
             )
         return super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
+
+
+def apply_scaled(
+    x: Tensor | Scaled,
+    own: ScaledWeights,
+    groups: Groups,
+    activation: Activation = SWIGLU,
+    weights: Tensor | None = None,
+) -> Tensor:
+    """Apply experts with these weights to the rows of their groups, as `QuantisedExperts` does."""
+    values, scales = x if isinstance(x, tuple) else quantise(_without_gradient(x))
+    up = ScaledOperands(values, scales, own.gate_up_proj, own.gate_up_proj_scale_inv)
+    h = gate_scaled(up, groups, Added(own.gate_up_proj_bias, weights), activation.form, quantise=True)
+    bias, down = own.down_proj_bias, ScaledOperands(*h, own.down_proj, own.down_proj_scale_inv)
+    y = multiply_scaled(down, groups, Added(bias if weights is None else None))
+    if bias is not None and weights is not None:
+        y = add_expert_bias(y, bias, groups, weights)
+    return y if isinstance(x, tuple) else y.to(x.dtype)
 
 
 def _without_gradient(x: Tensor) -> Tensor:
