@@ -79,14 +79,17 @@ class QuantisedExperts(ExpertsOfRank):
                 part[place] = values[0]
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Any:
-        """Move the parameters, and refuse to change a dtype: a cast of values knows no scales."""
-        values = self.parts().down_proj
-        if (dtype := fn(values.new_empty(0)).dtype) != values.dtype:
-            raise ConfigError(
-                f"a module with experts of {values.dtype} was to become {dtype}, and a cast knows no scales; make the "
-                "layer with the dtype that you need"
-            )
+        keep_dtype(self.parts().down_proj, fn)
         return super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
+
+
+def keep_dtype(values: Tensor, fn: Callable[[Tensor], Tensor]) -> None:
+    """Refuse a change of a module's parameters that casts these 8-bit values: a cast knows no scales."""
+    if (dtype := fn(values.new_empty(0)).dtype) != values.dtype:
+        raise ConfigError(
+            f"a module with experts of {values.dtype} was to become {dtype}, and a cast knows no scales; make the "
+            "layer with the dtype that you need"
+        )
 
 
 def apply_scaled(

@@ -26,6 +26,7 @@ from raymoe.moe import (
     offer_weights,
     plan_placement,
     quantise_experts,
+    quantise_shared,
 )
 from raymoe.moe.experts import GPT_OSS, SWIGLU, Activation, local
 from raymoe.moe.families import Parts
@@ -110,6 +111,10 @@ def test_the_comparison_sees_one_wrong_scale_of_each_kind(world: World) -> None:
         assert error_of(layer(x), want) > BOUND, name
         for expert in range(E):
             scales[expert, 0, -1] /= 2
+        shared = getattr(layer.shared_experts, name)
+        shared[0, -1] *= 2
+        assert error_of(layer(x), want) > BOUND, f"shared {name}"
+        shared[0, -1] /= 2
     real = quantise
 
     def wrong(rows: Tensor) -> tuple[Tensor, Tensor]:
@@ -125,7 +130,8 @@ def test_the_comparison_sees_one_wrong_scale_of_each_kind(world: World) -> None:
 def test_parts_with_8_bit_experts_make_the_same_layer(world: World) -> None:
     layer, x = MoELayer(world, SPEC, FORM, seed=3), rows(0)
     wide = MoELayer(world, SPEC, replace(FORM, experts_dtype=None), seed=3)
-    parts = Parts(wide.gate, quantise_experts(wide.experts), wide.shared_experts, norm=wide.norm, residual=True)
+    parts = Parts(wide.gate, wide.experts, wide.shared_experts, norm=wide.norm, residual=True)
+    parts.quantise()
     assert_same_bits(MoELayer(world, SPEC, parts)(x), layer(x))
     near = wide(x)
     assert 0 < error_of(layer(x), near.double()) < 0.1, "8 bits cost some digits and no more"
@@ -151,13 +157,17 @@ def test_weights_are_drawn_on_meta_and_filled_later(world: World) -> None:
     for name, each in held.items():
         assert_same_bits(each, whole[name])
         assert not each.requires_grad
+    wide = MoELayer(world, SPEC, replace(FORM, experts_dtype=None), seed=3)
+    for name, each in quantise_shared(wide.shared_experts).named_parameters():
+        assert_same_bits(getattr(layer.shared_experts, name), each)
     assert held["gate_up_proj"].shape == (E, 2 * 256, H) and held["gate_up_proj"].dtype == torch.float8_e4m3fn
 
 
 def test_a_state_dict_has_values_and_scales(world: World) -> None:
     layer, other = (MoELayer(world, SPEC, FORM, seed=seed) for seed in (1, 2))
     state = layer.state_dict()
-    assert {f"experts.{name}" for name in SCALED} <= set(state)
+    assert {f"{part}.{name}" for part in ("experts", "shared_experts") for name in SCALED} <= set(state)
+    assert state["shared_experts.down_proj"].dtype == torch.float8_e4m3fn
     other.load_state_dict(state)
     with torch.no_grad():
         assert_same_bits(other(rows(0)), layer(rows(0)))
@@ -200,6 +210,32 @@ def live(world: World, whole: dict[str, Tensor]) -> list[bool]:
 
 def test_live_weights_are_values_and_scales(pool: RankPool) -> None:
     assert pool.run(2, live, whole_weights(2)) == [[True, True]] * 2
+
+
+@torch.no_grad()
+def test_a_shared_expert_takes_any_number_of_rows(world: World) -> None:
+    layer, x = MoELayer(world, SPEC, FORM, seed=3), rows(0)
+    want = layer.shared_experts(x)
+    assert want.dtype == x.dtype
+    for count in (0, 1, 5):
+        assert_same_bits(layer.shared_experts(x[:count]), want[:count])
+    with pytest.raises(ConfigError, match=r"experts of torch.float8_e4m3fn was to become torch.float16"):
+        layer.shared_experts.half()
+
+
+@pytest.mark.parametrize(
+    ("mlp", "message"),
+    [
+        (nn.Sequential(nn.Linear(8, 8)), "a shared expert with the parameters 0.weight, 0.bias; gate_proj, up_proj"),
+        (
+            nn.ModuleDict({name: nn.Linear(8, 8) for name in ("gate_proj", "up_proj", "down_proj")}),
+            "a shared expert with activation SiLU or with biases",
+        ),
+    ],
+)
+def test_other_shared_experts_are_refused(mlp: nn.Module, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        quantise_shared(mlp)
 
 
 def test_experts_of_a_checkpoint_are_loaded(world: World) -> None:
