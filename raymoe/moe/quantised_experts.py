@@ -9,11 +9,12 @@ import torch
 from torch import Tensor, nn
 
 from raymoe.errors import ConfigError
-from raymoe.fp8 import FP8_BLOCK, quantise, quantise_weight
+from raymoe.fp8 import FP8_BLOCK, quantise_weight
 from raymoe.moe.expert_rows import Groups, add_expert_bias
 from raymoe.moe.experts import SWIGLU, Activation, Experts, ExpertsOfRank, ModelWeights, local
 from raymoe.moe.product_fp8_operators import Scaled, ScaledOperands, gate_scaled, multiply_scaled
 from raymoe.moe.product_operators import Added
+from raymoe.rows.quantised_rows import quantise_rows
 
 
 class ScaledWeights(NamedTuple):
@@ -100,7 +101,7 @@ def apply_scaled(
     weights: Tensor | None = None,
 ) -> Tensor:
     """Apply experts with these weights to the rows of their groups, as `QuantisedExperts` does."""
-    values, scales = x if isinstance(x, tuple) else quantise(_without_gradient(x))
+    values, scales = x if isinstance(x, tuple) else quantise_rows(_without_gradient(x))
     up = ScaledOperands(values, scales, own.gate_up_proj, own.gate_up_proj_scale_inv)
     h = gate_scaled(up, groups, Added(own.gate_up_proj_bias, weights), activation.form, quantise=True)
     bias, down = own.down_proj_bias, ScaledOperands(*h, own.down_proj, own.down_proj_scale_inv)

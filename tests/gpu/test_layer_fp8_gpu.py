@@ -17,13 +17,14 @@ torch = pytest.importorskip("torch")
 
 from raymoe.errors import ConfigError  # noqa: E402
 from raymoe.exchange.spec import ExchangeSpec  # noqa: E402
-from raymoe.fp8 import quantise_weight  # noqa: E402
+from raymoe.fp8 import quantise, quantise_weight  # noqa: E402
 from raymoe.memory.world import World  # noqa: E402
 from raymoe.moe import product_launch  # noqa: E402
 from raymoe.moe.experts import GPT_OSS, SWIGLU, Activation  # noqa: E402
 from raymoe.moe.layer import LayerForm, MoELayer  # noqa: E402
 from raymoe.moe.router_formulas import RouterForm  # noqa: E402
 from raymoe.moe.weights import ExpertShape, expert_biases, expert_weights  # noqa: E402
+from raymoe.rows.quantised_rows import quantise_rows  # noqa: E402
 from tests.gpu.ranks import GPUS, NEEDS_GPU, RANKS, GpuRanks  # noqa: E402
 from tests.gpu.test_exchange_workload import run  # noqa: E402
 from tests.gpu.test_layer_workload_gpu import ALONE, FORWARD, job  # noqa: E402
@@ -223,6 +224,17 @@ def test_the_workload_verifies_and_captures_it(ranks: GpuRanks, layout: str, tok
     lines = ranks.run(2, run, given)[0]
     assert [line["op"] for line in lines] == ["step", "step", *FORWARD, *ALONE]
     assert all(line["verified"] and line["graph"] and line["wire"] == f"{FP8}/bfloat16" for line in lines)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+@pytest.mark.parametrize(("rows", "hidden"), [(1, 7168), (3, 272), (300, 2880), (4096, 7168)])
+def test_one_kernel_quantises_rows_with_the_bits_of_the_formula(rows: int, hidden: int, dtype: torch.dtype) -> None:
+    x = torch.randn(rows, hidden, dtype=dtype, device="cuda")
+    x[0, :3] = torch.tensor([torch.inf, 0.0, -torch.inf])
+    x[-1, 128:] = 0
+    want = quantise(x)
+    for have, exactly in zip(quantise_rows(x), want, strict=True):
+        assert torch.equal(have.float(), exactly.float())
 
 
 # Experts of transformers.

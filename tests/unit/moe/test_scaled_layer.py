@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from raymoe.errors import ConfigError
 from raymoe.exchange.spec import ExchangeSpec
-from raymoe.fp8 import quantise, quantise_weight
+from raymoe.fp8 import quantise_weight
 from raymoe.memory.world import World
 from raymoe.moe import (
     LayerForm,
@@ -31,6 +31,7 @@ from raymoe.moe import (
 from raymoe.moe.experts import GPT_OSS, SWIGLU, Activation, local
 from raymoe.moe.families import Parts
 from raymoe.moe.scaled_layer import scaled_spec
+from raymoe.rows.quantised_rows import quantise_rows
 from tests.unit.memory.test_world_of import groups
 from tests.unit.moe.bits import assert_same_bits, same_bits
 from tests.unit.moe.scaled_reference import EPS, SCALED, error_of, wanted
@@ -115,14 +116,14 @@ def test_the_comparison_sees_one_wrong_scale_of_each_kind(world: World) -> None:
         shared[0, -1] *= 2
         assert error_of(layer(x), want) > BOUND, f"shared {name}"
         shared[0, -1] /= 2
-    real = quantise
+    real = quantise_rows
 
     def wrong(rows: Tensor) -> tuple[Tensor, Tensor]:
         values, scales = real(rows)
         scales[:, 1] *= 1.5
         return values, scales
 
-    with mock.patch("raymoe.moe.quantised_experts.quantise", wrong):
+    with mock.patch("raymoe.moe.quantised_experts.quantise_rows", wrong):
         assert error_of(layer(x), want) > BOUND
 
 
