@@ -36,6 +36,7 @@ from ray.experimental import (
     TensorTransportMetadata,
     register_tensor_transport,
 )
+from ray.experimental.rdt.rdt_manager import RDTSource
 from ray.experimental.rdt.tensor_transport_manager import FetchRequest
 from ray.experimental.rdt.util import get_tensor_transport_manager, transport_manager_info
 from torch import Tensor
@@ -164,7 +165,7 @@ class RayTensors(TensorTransportManager):
             pool = self.pool_on(rdt_object[0].device)
             exported = pool.export(obj_id, rdt_object)
         except BaseException:
-            _forget(obj_id)
+            _forget(obj_id, self.name)
             raise
         with self._lock:
             self._pool_of[obj_id] = pool
@@ -293,11 +294,21 @@ def _transport(name: str) -> RayTensors:
     return transport
 
 
-def _forget(obj_id: str) -> None:
-    """Drop the tensors of an object that was not made: Ray 2.60 has stored them already, and would keep them."""
-    store = ray._private.worker.global_worker.rdt_manager.rdt_store
-    if store.has_object(obj_id):
-        store.pop_object(obj_id)
+def _forget(obj_id: str, transport: str) -> None:
+    """Undo what Ray 2.60 did for an object that was not made.
+
+    - Ray has stored the tensors, and would keep them.
+    - An object that was put has a reference here. Ray will free it, and takes for granted that it has a description by
+      then. Where it has none, Ray's callback raises an error that ends a process of Python 3.12 by a SIGSEGV.
+    """
+    worker: Any = ray._private.worker.global_worker
+    manager = worker.rdt_manager
+    if manager.rdt_store.has_object(obj_id):
+        manager.rdt_store.pop_object(obj_id)
+    was_put = ray.is_initialized() and obj_id.encode() in worker.core_worker.get_all_reference_counts()
+    if was_put and not manager.is_managed_object(obj_id):
+        nothing = RayTensorsMetadata([], None, None)
+        manager.add_rdt_ref(ray.ObjectRef(bytes.fromhex(obj_id)), RDTSource.DRIVER, transport, nothing)
 
 
 def _own_name() -> str:

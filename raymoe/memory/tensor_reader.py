@@ -27,6 +27,7 @@ from raymoe.memory.tensor_pool import ExportedTensors
 _SPIN_S = 0.0005
 _LOOK_S = 0.00005
 _LONGEST_LOOK_S = 0.002
+_LOOKS = 20  # a pause is this part of the time waited so far, so that a read ends at most 5 % late
 _LIFE_S = 0.05  # between two looks whether the owner lives
 _ENDING_S = 2.0  # a process that is killed loses its events some time before its files
 
@@ -182,7 +183,7 @@ class Reading:
 
     def wait(self, timeout_s: float | None = None, is_aborted: Callable[[], bool] | None = None) -> list[Tensor]:
         """Wait for the tensors. Raises `TimeoutError`, or `WiringError` if the owner ends meanwhile."""
-        began, pause = time.monotonic(), _LOOK_S
+        began = time.monotonic()
         while not self.poll():
             waited = time.monotonic() - began
             if is_aborted is not None and is_aborted():
@@ -190,8 +191,7 @@ class Reading:
             if timeout_s is not None and waited > timeout_s:
                 raise TimeoutError(f"tensors of {self._owner.name} were not there after {waited:.1f} s")
             if waited > _SPIN_S:
-                time.sleep(pause)
-                pause = min(2 * pause, _LONGEST_LOOK_S)
+                time.sleep(min(max(waited / _LOOKS, _LOOK_S), _LONGEST_LOOK_S))
         return self.tensors
 
     def close(self) -> None:

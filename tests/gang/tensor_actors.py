@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import hashlib
 import os
 import random
@@ -13,6 +14,7 @@ import ray
 import torch
 from ray.experimental import set_target_for_ref
 
+from raymoe.errors import ConfigError
 from raymoe.integrations import ray_tensors
 
 SMALL = "raymoe_small"
@@ -167,6 +169,30 @@ class TensorActor:
             time.sleep(seconds)
         graph.replay()
         return float(after.sum())
+
+    def put_sparse(self) -> tuple[str, set[str]]:
+        """Put what is refused. Return the refusal, and what Ray's frees of objects answered: `None` is right."""
+        manager, refusal, frees = ray._private.worker.global_worker.rdt_manager, "", []
+        free = manager.queue_or_free_object_primary_copy
+
+        def watched_free(obj_id: str) -> None:
+            """Raise nothing: the caller is C++, and an error there ends this process in Python 3.12."""
+            try:
+                frees.append(str(free(obj_id)))
+            except Exception as error:  # noqa: BLE001
+                frees.append(repr(error))
+
+        manager.queue_or_free_object_primary_copy = watched_free
+        try:
+            ray.put(torch.ones(3, device=self.device).to_sparse(), _tensor_transport="raymoe")
+        except ConfigError as error:
+            refusal = str(error)
+        try:
+            gc.collect()  # the error's frames have the reference
+            eventually(10, lambda: bool(frees))
+        finally:
+            del manager.queue_or_free_object_primary_copy
+        return refusal, set(frees)
 
     def put_in_capture(self) -> None:
         value = torch.ones(4, device=self.device)

@@ -110,6 +110,13 @@ def test_a_full_pool_is_an_error_and_the_next_object_works(actors: list[Actor]) 
     assert got(receiver.sums.remote(source.small.remote(5.0, count))) == [[5.0 * count]]
 
 
+def test_ray_frees_an_object_whose_put_was_refused(actors: list[Actor]) -> None:
+    source, receiver, _ = actors
+    refusal, freed = got(source.put_sparse.remote())[0]
+    assert "sparse_coo form cannot be exported" in refusal and freed == {"None"}
+    assert got(receiver.sums.remote(source.value.remote(2.0, 100)), source.stored.remote())[0] == [200.0]
+
+
 def test_a_dead_source_is_named_at_once_and_receivers_live_on(actors: list[Actor]) -> None:
     """One receiver has read from it, one has not; both are asked as an actor gets an argument, and the driver gets."""
     source, (_, knows, other) = Made.remote(), actors

@@ -6,6 +6,7 @@ import os
 import signal
 import time
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -61,7 +62,15 @@ def actors(tmp_path_factory: pytest.TempPathFactory) -> Iterator[list[Actor]]:
             assert {source, receiver} == {0, 1}
             yield three
         finally:
+            print(*crashes(), sep="\n")
             ray.shutdown()
+
+
+def crashes() -> list[str]:
+    """Return what processes of this Ray wrote that a signal ended: Ray's faulthandler names the place."""
+    logs = Path(ray._private.worker._global_node.get_logs_dir_path())
+    texts = (path.read_text(errors="replace") for path in sorted(logs.glob("worker-*.err")))
+    return [text[-8000:] for text in texts if "Fatal Python error" in text or "*** SIG" in text]
 
 
 def got(*refs: Any) -> Any:
@@ -170,6 +179,7 @@ def test_a_capture_is_refused_at_the_source_and_not_disturbed_at_a_receiver(acto
     source, receiver, _ = actors
     with pytest.raises(RayTaskError, match="cannot be given to Ray while their stream is captured"):
         got(source.put_in_capture.remote())
+    assert got(source.put_sparse.remote())[0][1] == {"None"}  # Ray frees what was refused
     capture = receiver.capture.remote(2.0)
     sums = [receiver.sums.remote(source.value.remote(float(number), MIB)) for number in range(3)]
     assert got(capture) == [8.0]

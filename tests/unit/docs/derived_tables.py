@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import numpy
 
 from tests.unit.docs.measured_tables import DOCS
-from tests.unit.docs.raw_lines import BENCHMARKS, Column, date_of
+from tests.unit.docs.raw_lines import BENCHMARKS, Column, date_of, lines_of
 
 Cells = Sequence[Sequence[str]]
 BESIDE = "bench_overlap_h200x2"
@@ -102,6 +102,31 @@ def beside_transformers() -> Cells:
     return [[f"{line['ranks']}", f"{line['tokens']}", *(f"{line[key]:.0f}" for key in keys)] for line in lines]
 
 
+WAYS = ("no_tensor", "raymoe", "raymoe_in_pool", "ray_nccl", "torch_nccl", "object_store")
+
+
+def ray_tensors_ms(way: str, nbytes: int, shown: str = "us_p50") -> float:
+    lines = [line for line in lines_of("ray_tensors_h100x2") if line["bytes"] == nbytes and line["way"] == way]
+    assert len(lines) == 1, (way, nbytes)
+    return float(lines[0][shown]) / 1000
+
+
+def tensors_between_actors() -> Cells:
+    """Medians of the calls, in ms."""
+    rows = []
+    for size, nbytes in (
+        ("4 KiB", 2**12),
+        ("1 MiB", 2**20),
+        ("16 MiB", 2**24),
+        ("64 MiB", 2**26),
+        ("256 MiB", 2**28),
+        ("1 GiB", 2**30),
+    ):
+        cells = [ray_tensors_ms(way, nbytes) for way in WAYS]
+        rows.append([size, *(f"{ms:.1f}" if ms < 99.95 else f"{ms:.0f}" for ms in cells)])
+    return rows
+
+
 MODELS = {
     "deepseek_v3": "DeepSeek-V3, top-8 of 256",
     "qwen3": "Qwen3, top-8 of 128",
@@ -179,6 +204,7 @@ DERIVED = [
     Derived("layer.md", "weights of a rank, MiB", bytes_of_8_bit_layers),
     Derived("evidence/scaling.md", "two H200, µs", lines_over_tokens),
     Derived("evidence/overlap.md", "`sms`", one_after_the_other),
+    Derived("evidence/links.md", "ms", tensors_between_actors),
     Derived("evidence/domains.md", "top-k", over_a_slow_link),
     Derived("evidence/domains.md", "domains, tokens, operation", hops),
     Derived("evidence/layer.md", "H200, ranks", beside_transformers),

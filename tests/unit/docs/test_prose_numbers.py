@@ -13,9 +13,11 @@ import pytest
 
 from raymoe.report.measures import measured_link_gbps
 from tests.python_path import REPOSITORY
+from tests.unit.docs.derived_tables import ray_tensors_ms
 from tests.unit.docs.measured_tables import DOCS
 from tests.unit.docs.raw_lines import BENCHMARKS, Column
 
+GIB = 1 << 30
 _NUMBER = r"\d+(?:\.\d+)?"
 _UNITS = "µs|us|ms|GB/s|TB/s|TFLOP/s|%|times as"
 _QUANTITY = re.compile(rf"(?<![\w.])(?:{_NUMBER}(?:,| and| to| or)? )*{_NUMBER} ?(?:{_UNITS})(?!\w)")
@@ -41,6 +43,12 @@ def _copy(transport: str, size: int, shown: str = "us_p50") -> float:
 def _mirror() -> float:
     lines = [json.loads(line) for line in (BENCHMARKS / "rail_one_gpu_h200.txt").read_text().splitlines()]
     return float(min(line["gbps"] for line in lines))
+
+
+def _small_tensors() -> list[float]:
+    """Milliseconds between two Ray actors, of sizes at which Ray's own work dominates."""
+    sizes = (4 << 10, 1 << 20, 16 << 20, 64 << 20, 256 << 20)
+    return [ray_tensors_ms(way, size) for way in ("raymoe", "raymoe_in_pool", "ray_nccl") for size in sizes]
 
 
 @dataclass(frozen=True)
@@ -78,6 +86,26 @@ CLAIMS = [
     ),
     Claim("docs/evidence/comparison.md", "the share of # GB/s", (lambda: measured_link_gbps("NVIDIA H200") or 0.0,)),
     Claim("docs/evidence/comparison.md", "for `collective` # µs for its host", (lambda: 60.0,)),
+    Claim(
+        "docs/evidence/links.md",
+        "a tensor takes # to # ms, whatever",
+        (lambda: min(_small_tensors()), lambda: max(_small_tensors())),
+    ),
+    Claim(
+        "docs/evidence/links.md",
+        "A GiB takes raymoe # ms and Ray's NCCL transport #.",
+        (lambda: ray_tensors_ms("raymoe", GIB), lambda: ray_tensors_ms("ray_nccl", GIB)),
+    ),
+    Claim(
+        "docs/evidence/links.md",
+        "maps memory and takes # ms, the first by Ray's NCCL transport # ms",
+        (lambda: ray_tensors_ms("raymoe", 4096, "us_first"), lambda: ray_tensors_ms("ray_nccl", 4096, "us_first")),
+    ),
+    Claim(
+        "docs/evidence/links.md",
+        "to the host and back, a GiB takes # ms",
+        (lambda: ray_tensors_ms("object_store", GIB),),
+    ),
     Claim("docs/evidence/domains.md", "its own rows back at # GB/s", (_mirror,)),
 ]
 

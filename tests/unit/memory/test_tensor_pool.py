@@ -512,6 +512,38 @@ def test_a_read_that_times_out_or_is_aborted_leaves_both_usable(slow: tuple[Pair
     assert pair.pool.usage().waiting == 0
 
 
+class Clock:
+    """A clock that only looks and pauses move."""
+
+    def __init__(self) -> None:
+        self.now, self.looks = 0.0, 0
+
+    def monotonic(self) -> float:
+        self.now += 2e-6
+        return self.now
+
+    def sleep(self, seconds: float) -> None:
+        self.now += seconds
+        self.looks += 1
+
+
+@pytest.mark.parametrize("copy_ms", [0.2, 0.9, 2.1, 3.7, 20.0, 5000.0])
+def test_a_read_ends_soon_after_its_copy_without_many_looks(
+    slow: tuple[Pair, SlowDevice], monkeypatch: pytest.MonkeyPatch, copy_ms: float
+) -> None:
+    pair, device = slow
+    exported = pair.pool.export("key", [torch.ones(3)])
+    device.writes[0].done = True
+    clock = Clock()
+    monkeypatch.setattr(tensor_reader, "time", clock)
+    with pair.reader.start(exported) as reading:
+        reading.poll()
+        monkeypatch.setattr(device.copies[0], "is_done", lambda: clock.now >= copy_ms / 1000, raising=False)
+        reading.wait()
+    assert clock.now * 1000 < copy_ms * 1.06 + 0.06
+    assert clock.looks < 70 + copy_ms / 2
+
+
 @pytest.mark.parametrize("limits", [{"pool_bytes": 5}, {"segment_bytes": 1e9}, {"wait_s": -1}])
 def test_wrong_limits_are_refused(limits: dict[str, float]) -> None:
     with pytest.raises(ConfigError, match=next(iter(limits))):

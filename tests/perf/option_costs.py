@@ -1,0 +1,153 @@
+"""Time what options cost, in turns: a layer with `deterministic="batch"`, and a dispatch with a placement table.
+
+    torchrun --nproc-per-node 2 -m tests.perf.option_costs --out option_costs.jsonl
+
+The layer has the shape of DeepSeek-V3 with its router, norm and shared expert. The placement has a slot for each
+expert, in ascending order, so rows go where they go without a table. Times are by the clock of workload exchange:
+graphs, a cold L2 cache, the slowest rank, in microseconds.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+from collections.abc import Callable
+from contextlib import ExitStack
+from dataclasses import replace
+from datetime import date
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+import raymoe
+from raymoe.moe import LayerForm, RouterForm
+from raymoe.report.environment import commit
+from raymoe.workload.clock import OpClock, calls_of
+
+HIDDEN, EXPERTS, TOPK, FFN = 7168, 256, 8, 2048
+ROUTER = RouterForm(EXPERTS, TOPK, "sigmoid", groups=8, topk_groups=4, scale=2.5)
+FORM = LayerForm(FFN, ROUTER, shared=FFN, norm=1e-6)
+WARMUP = 2
+
+
+def rows(world: raymoe.World, tokens: int) -> torch.Tensor:
+    random = torch.Generator(device=world.device).manual_seed(world.rank)
+    return torch.randn(tokens, HIDDEN, device=world.device, generator=random).to(torch.bfloat16)
+
+
+def in_turns(
+    world: raymoe.World, works: dict[str, Callable[[], None]], check: Callable[[], None], tokens: int, rounds: int
+) -> dict[str, list[float]]:
+    """Return the times of all works in each round, by the slowest rank."""
+    stream: Any = torch.cuda.Stream()  # type: ignore[no-untyped-call]
+    with torch.cuda.stream(stream), ExitStack() as closing:
+        clock = OpClock(world, stream, check, captured=True, calls=calls_of(tokens))
+        closing.callback(clock.close)
+        for work in works.values():  # kernels are loaded before a capture
+            work()
+        check()
+        ops = {name: clock.timed(work) for name, work in works.items()}
+        times: dict[str, list[float]] = {name: [] for name in ops}
+        for number in range(rounds + WARMUP):
+            for name, op in ops.items():
+                us = slowest(clock.us_cold(op), world)
+                if number >= WARMUP:
+                    times[name].append(round(us, 2))
+        return times
+
+
+def slowest(us: float, world: raymoe.World) -> float:
+    """Return the time of the slowest rank."""
+    every: list[Any] = [None] * world.size
+    dist.all_gather_object(every, us)
+    return max(float(one) for one in every)
+
+
+@torch.no_grad()
+def layers(world: raymoe.World, tokens: int, rounds: int) -> dict[str, list[float]]:
+    """Return the times of a layer's forward pass without the option and with it."""
+    x = rows(world, tokens)
+    spec = raymoe.ExchangeSpec(tokens=tokens, hidden=HIDDEN, experts=EXPERTS, topk=TOPK)
+    layer = raymoe.MoELayer(world, spec, FORM)
+
+    def forward(deterministic: str | None) -> Callable[[], None]:
+        def work() -> None:
+            layer.deterministic = deterministic
+            layer(x)
+
+        return work
+
+    works = {"default": forward(None), "batch": forward("batch")}
+    return in_turns(world, works, layer.exchange.check, tokens, rounds)
+
+
+def dispatches(world: raymoe.World, tokens: int, rounds: int) -> dict[str, list[float]]:
+    """Return the times of dispatch and combine without a placement and with one."""
+    x = rows(world, tokens)
+    random = torch.Generator(device=world.device).manual_seed(world.rank)
+    weights, ids = torch.rand(tokens, EXPERTS, device=world.device, generator=random).topk(TOPK)
+    spec = raymoe.ExchangeSpec(tokens=tokens, hidden=HIDDEN, experts=EXPERTS, topk=TOPK)
+    with ExitStack() as closing:
+        exchanges = {
+            "fixed": closing.enter_context(raymoe.Exchange(world, spec, backend="fused")),
+            "table": closing.enter_context(
+                raymoe.Exchange(world, replace(spec, slots=EXPERTS // world.size), backend="fused")
+            ),
+        }
+        works: dict[str, Callable[[], None]] = {}
+        for name, exchange in exchanges.items():
+            add_works(works, name, exchange, (x, ids, weights))
+
+        def check() -> None:
+            for exchange in exchanges.values():
+                exchange.check()
+
+        return in_turns(world, works, check, tokens, rounds)
+
+
+def add_works(
+    works: dict[str, Callable[[], None]], name: str, exchange: raymoe.Exchange, inputs: tuple[torch.Tensor, ...]
+) -> None:
+    """Add a dispatch and a combine of this exchange."""
+    dispatched = [exchange.dispatch(*inputs)]
+    exchange.check()
+    results = torch.zeros_like(dispatched[0].x)
+
+    def dispatch() -> None:
+        dispatched[0] = exchange.dispatch(*inputs)
+
+    def combine() -> None:
+        exchange.combine(results, dispatched[0])
+
+    works[f"{name} dispatch"], works[f"{name} combine"] = dispatch, combine
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--out", type=Path, help="a file for the raw lines")
+    parser.add_argument("--tokens", type=int, nargs="+", default=[4096, 128])
+    parser.add_argument("--rounds", type=int, default=21)
+    options = parser.parse_args()
+    torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
+    dist.init_process_group("gloo")
+    with raymoe.World.of(device="cuda") as world:
+        for tokens in options.tokens:
+            for what, timed in (("layer", layers), ("exchange", dispatches)):
+                times = timed(world, tokens, options.rounds)
+                if world.rank:
+                    continue
+                line = {"gpu": torch.cuda.get_device_name(), "ranks": world.size, "date": str(date.today())}
+                line |= {"commit": commit(), "what": what, "tokens": tokens, "us": times}
+                print(what, tokens, "  ".join(f"{name} {median(us):.1f}" for name, us in times.items()), flush=True)
+                if options.out is not None:
+                    with options.out.open("a") as out:
+                        print(json.dumps(line), file=out)
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()
