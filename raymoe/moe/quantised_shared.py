@@ -1,8 +1,8 @@
-"""A shared expert with weights of 8-bit floats, made by `quantise_shared`."""
+"""A shared expert with weights of 8-bit floats: of a wider one, or of a checkpoint."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -82,8 +82,29 @@ def quantise_shared(mlp: nn.Module) -> QuantisedMlp:
     if not has_scales(mlp):
         gate, up, down = (each.weight.detach() for each in linears)
         return QuantisedMlp(_quantised(torch.cat((gate, up)), down))
-    tensors = {f"0.{name}": each.detach() for name, each in mlp.named_parameters()}
-    return QuantisedMlp(load_quantised_experts(tensors, ""))
+    return load_quantised_shared({name: each.detach() for name, each in mlp.named_parameters()}, "")
+
+
+def load_quantised_shared(
+    tensors: Mapping[str, Tensor], prefix: str, *, device: torch.device | str | None = None
+) -> QuantisedMlp:
+    """Take the shared expert whose tensors are below `prefix`, such as "model.layers.3.mlp.shared_experts".
+
+    They have the names and formats of one expert in `load_quantised_experts`.
+
+    >>> from raymoe.fp8 import quantise_weight
+    >>> tensors = {}
+    >>> for name, size in {"gate": (72, 16), "up": (72, 16), "down": (16, 72)}.items():
+    ...     values, scales = quantise_weight(torch.ones(size))
+    ...     tensors |= {f"mlp.{name}_proj.weight": values, f"mlp.{name}_proj.weight_scale_inv": scales}
+    >>> list(load_quantised_shared(tensors, "mlp").down_proj.shape)
+    [16, 128]
+    """
+    below = f"{prefix}." if prefix else ""
+    own = {f"0.{name.removeprefix(below)}": tensors[name] for name in tensors if name.startswith(below)}
+    if not own:
+        raise ConfigError(f"no tensor is below {prefix!r}; the prefix of a shared expert's gate_proj is needed")
+    return QuantisedMlp(load_quantised_experts(own, "", device=device))
 
 
 def has_scales(mlp: nn.Module) -> bool:

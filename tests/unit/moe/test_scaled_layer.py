@@ -21,8 +21,10 @@ from raymoe.moe import (
     LayerForm,
     MoELayer,
     RouterForm,
+    expert_parameters,
     let_sleep,
     load_quantised_experts,
+    load_quantised_shared,
     offer_weights,
     plan_placement,
     quantise_experts,
@@ -196,6 +198,29 @@ def test_a_checkpoint_of_shards_has_the_experts_of_both_ranks(groups: Callable[.
     assert groups(2, restored, str(tmp_path / "saved")) == [[True] * 2] * 2
 
 
+@torch.no_grad()
+def spread_by_fsdp(_rank: int) -> bool:
+    """Let FSDP spread all but the experts of a layer on meta, and draw its weights then."""
+    from torch.distributed.fsdp import fully_shard
+
+    with World.of() as world:
+        whole = MoELayer(world, SPEC, FORM, seed=3)
+        with torch.device("meta"):
+            layer = MoELayer(world, SPEC, FORM, seed=3)
+        model = nn.Sequential(layer)
+        fully_shard(model, ignored_params=set(expert_parameters(model).values()))
+        model.to_empty(device="cpu")
+        layer.reset_parameters()
+        assert hasattr(layer.shared_experts.down_proj, "to_local")
+        x = rows(world.rank)
+        return same_bits(model(x), whole(x))
+
+
+@pytest.mark.thorough
+def test_fsdp_spreads_the_shared_expert(groups: Callable[..., list[Any]]) -> None:
+    assert groups(2, spread_by_fsdp) == [True, True]
+
+
 def live(world: World, whole: dict[str, Tensor]) -> list[bool]:
     """Load the experts of seed 2 into a layer of seed 1, from all ranks' and as another world offers them."""
     with torch.no_grad():
@@ -222,6 +247,22 @@ def test_a_shared_expert_takes_any_number_of_rows(world: World) -> None:
         assert_same_bits(layer.shared_experts(x[:count]), want[:count])
     with pytest.raises(ConfigError, match=r"experts of torch.float8_e4m3fn was to become torch.float16"):
         layer.shared_experts.half()
+
+
+def test_a_shared_expert_of_a_checkpoint_is_loaded(world: World) -> None:
+    layer, other = (MoELayer(world, SPEC, FORM, seed=seed) for seed in (1, 2))
+    wide = MoELayer(world, SPEC, replace(FORM, experts_dtype=None), seed=2).shared_experts
+    gate, up = wide.gate_up_proj.detach().chunk(2)
+    tensors: dict[str, Tensor] = {}
+    for name, weight in {"w1": gate, "w3": up, "w2": wide.down_proj.detach()}.items():
+        values, scales = quantise_weight(weight)
+        tensors |= {f"mlp.shared.{name}.weight": values, f"mlp.shared.{name}.scale": scales}
+    loaded = load_quantised_shared(tensors, "mlp.shared")
+    layer.load({f"shared_experts.{name}": each for name, each in loaded.named_parameters()}, partial=True)
+    for name, each in layer.shared_experts.named_parameters():
+        assert_same_bits(each, getattr(other.shared_experts, name))
+    with pytest.raises(ConfigError, match=r"no tensor is below 'mlp\.other'; the prefix"):
+        load_quantised_shared(tensors, "mlp.other")
 
 
 @pytest.mark.parametrize(
