@@ -132,6 +132,8 @@ def register(
 
     Where one rank gives more tokens, all ranks refuse that step, and the next one works. On CPUs all raise DataRefused.
     On GPUs the output is NaN on all ranks, this rank warns, and `check` of the result raises.
+
+    8-bit experts are computed by raymoe's products. A call that would record gradients of them is refused.
     """
     return Registration(name, tokens, backend, capacity, timeout_s)
 

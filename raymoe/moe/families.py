@@ -46,7 +46,7 @@ class Parts:
 
     def cast(self, dtype: torch.dtype) -> None:
         """Let all parameters have a dtype. Buffers keep theirs: the correction of a choice is float32."""
-        if isinstance(self.experts, QuantisedExperts):
+        if isinstance(self.experts, QuantisedExperts) or isinstance(self.shared, QuantisedMlp):
             raise ConfigError("weights cannot be cast with 8-bit experts, which are for inference; leave weights out")
         for module in (self.router, self.experts, self.shared, self.norm):
             for parameter in () if module is None else module.parameters():

@@ -262,6 +262,10 @@ def test_a_block_with_8_bit_experts_keeps_their_values(family: str) -> None:
         assert torch.is_tensor(y), y
     with pytest.raises(ConfigError, match="weights cannot be cast with 8-bit experts"):
         MoELayer.from_block(block, worlds[0], tokens=10, weights="bfloat16")
+    if family == "deepseek_v3":
+        wide.shared_experts = block.shared_experts
+        with pytest.raises(ConfigError, match="weights cannot be cast with 8-bit experts"):
+            MoELayer.from_block(wide, worlds[0], tokens=10, weights="float32")
     close_worlds(worlds)
     part = block.shared_experts.gate_proj if family == "deepseek_v3" else block.experts
     part.activation_scheme = "static"
