@@ -175,7 +175,48 @@ def eager_runs() -> Cells:
     return rows
 
 
+PRODUCT_RUNS = {"uniform": "burj", "equal": "tjeq", "hot": "yjyb"}
+
+
+def product_time(kind: str, op: str, system: str, rows: int) -> float:
+    """The median of one product of benchmarks/bench_products_h100.jsonl."""
+    keys = {"routing": kind, "op": op, "backend": system, "rows": rows}
+    return Column("bench_products_h100", PRODUCT_RUNS[kind], keys).value({})
+
+
+AIMS = (
+    ("uniform", 256, "grouped_mm", "raymoe", "≥ 1.35"),
+    ("uniform", 512, "grouped_mm", "raymoe", "≥ 1.15"),
+    ("uniform", 1024, "grouped_mm", "raymoe", "≥ 1.08"),
+    ("uniform", 128, "grouped_mm", "raymoe", "≥ 1.12"),
+    ("uniform", 128, "copy", "raymoe", "≥ 0.88"),
+    ("uniform", 64, "copy", "raymoe", "≥ 0.92"),
+    ("uniform", 32, "copy", "raymoe", "≥ 0.92"),
+    ("uniform", 512, "dense", "raymoe", "≥ 0.88"),
+    ("uniform", 1024, "dense", "raymoe", "≥ 0.90"),
+    ("equal", 512, "grouped_mm", "raymoe", "≥ 0.98"),
+    ("equal", 1024, "grouped_mm", "raymoe", "≥ 0.98"),
+    ("hot", 1024, "raymoe", "grouped_mm", "≤ 1.1"),
+    ("equal", 512, "raymoe, 8 bits", "dense", "≤ 0.60, 0.57"),
+    ("uniform", 256, "raymoe, 8 bits", "dense", "≤ 0.80"),
+    ("uniform", 8, "raymoe, 8 bits", "raymoe", "≤ 0.53"),
+)
+"""Ratios of two systems' times, by the kind and the number of rows, and what was aimed at before there were kernels."""
+
+
+def product_ratios() -> Cells:
+    def time(kind: str, op: str, system: str, rows: int) -> float:
+        return product_time(kind, op, {"raymoe, 8 bits": "raymoe_fp8"}.get(system, system), rows)
+
+    rows = []
+    for kind, count, above, below, aim in AIMS:
+        ratios = [f"{time(kind, op, above, count) / time(kind, op, below, count):.2f}" for op in ("up", "down")]
+        rows.append([f"{above} ÷ {below}", f"{kind}, {count}", *ratios, aim])
+    return rows
+
+
 DERIVED = [
+    Derived("products.md", "ratio of times", product_ratios),
     Derived("evidence/scaling.md", "two H200, µs", lines_over_tokens),
     Derived("evidence/overlap.md", "`sms`", one_after_the_other),
     Derived("evidence/links.md", "ms", tensors_between_actors),

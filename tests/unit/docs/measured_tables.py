@@ -62,7 +62,7 @@ class Table:
 
 def keys_of(column: Column) -> tuple[str, ...]:
     """What a cell shows: p50 / p99, or one number that is no percentile of the GPU's time."""
-    return (column.shown, "us_p99") if column.shown == "us_p50" else (column.shown,)
+    return (column.shown, "us_p99") if column.shown == "us_p50" and not column.median_only else (column.shown,)
 
 
 def formatted(value: float, scale: float = 1.0) -> str:
@@ -89,6 +89,10 @@ def written(table: Table) -> str:
 
 def tokens(cell: str) -> Mapping[str, object]:
     return {"tokens": int(cell)}
+
+
+def mean_rows(cell: str) -> Mapping[str, object]:
+    return {"rows": int(cell)}
 
 
 def sms(cell: str) -> Mapping[str, object]:
@@ -291,6 +295,13 @@ def layer_parts(first: str, file: str, run: str, counts: tuple[int, ...]) -> Tab
     return Table("evidence/layer.md", first, columns, operation)
 
 
+def products(first: str, columns: Mapping[str, tuple[str, str]]) -> Table:
+    """Medians over rows of an expert, uniform routing: by column the operation and the system."""
+    keys = {name: {"op": op, "backend": system} for name, (op, system) in columns.items()}
+    shown = {name: Column("bench_products_h100", "burj", keys[name], median_only=True) for name in columns}
+    return Table("products.md", first, shown, mean_rows)
+
+
 PERFORMANCE, COMPARISON, SCALING = "evidence/performance.md", "evidence/comparison.md", "evidence/scaling.md"
 TABLES = [
     performance(PERFORMANCE, "tokens, 2× H200", "bench_exchange_h200x2", "csun"),
@@ -330,6 +341,27 @@ TABLES = [
             "priority": ("dispatch", "wiii", {}),
             "`carveout`": ("dispatch", "aeei", {"case keep_off": "carveout"}),
             "`green_context`": ("dispatch", "aeei", {"case keep_off": "green_context"}),
+        },
+    ),
+    products(
+        "rows of an expert, on average",
+        {
+            "raymoe": ("up", "raymoe"),
+            "grouped_mm": ("up", "grouped_mm"),
+            "dense": ("up", "dense"),
+            "copy": ("up", "copy"),
+            "raymoe, 8 bits": ("up", "raymoe_fp8"),
+        },
+    ),
+    products(
+        "mean rows",
+        {
+            "of `x`": ("dx", "raymoe"),
+            "`x`, grouped_mm": ("dx", "grouped_mm"),
+            "of `weight`": ("dw", "raymoe"),
+            "`weight`, grouped_mm": ("dw", "grouped_mm"),
+            "added to `main_grad`": ("dw", "added"),
+            "two passes": ("dw", "grouped_mm_added"),
         },
     ),
     # The archive.

@@ -33,6 +33,8 @@ class Column:
     keys: Mapping[str, object]
     shown: str = "us_p50"
     scale: float = 1.0
+    median_only: bool = False
+    """Whether a cell has no p99 beside the median."""
 
     def lines(self, row: Mapping[str, object]) -> list[Line]:
         """The lines of a cell; several, for example, if a table shows the median over all pairs of ranks."""
