@@ -295,6 +295,15 @@ def layer_parts(first: str, file: str, run: str, counts: tuple[int, ...]) -> Tab
     return Table("evidence/layer.md", first, columns, operation)
 
 
+MODELS, PRODUCTS = "layer_models_h100x2", "layer_products_h100x2"
+
+
+def two_commits(first: str, columns: Mapping[str, tuple[str, str | tuple[str, ...], int]]) -> Table:
+    """Parts of layers whose columns name their commit: by column the file, the runs, and the tokens."""
+    shown = {name: Column(file, runs, {"tokens": count, "l2": "cold"}) for name, (file, runs, count) in columns.items()}
+    return Table("evidence/layer.md", first, shown, operation)
+
+
 def products(first: str, columns: Mapping[str, tuple[str, str]]) -> Table:
     """Medians over rows of an expert, uniform routing: by column the operation and the system."""
     keys = {name: {"op": op, "backend": system} for name, (op, system) in columns.items()}
@@ -341,6 +350,34 @@ TABLES = [
             "priority": ("dispatch", "wiii", {}),
             "`carveout`": ("dispatch", "aeei", {"case keep_off": "carveout"}),
             "`green_context`": ("dispatch", "aeei", {"case keep_off": "green_context"}),
+        },
+    ),
+    two_commits(
+        "forward on two H100",
+        {
+            "gpt-oss `2bd4ba3`": (MODELS, "mgyt", 4096),
+            "gpt-oss `c843c26`": (MODELS, "hynx", 4096),
+            "Qwen3 `2bd4ba3`": (MODELS, "pwls", 4096),
+            "Qwen3 `c843c26`": (MODELS, "zczj", 4096),
+            "DeepSeek-V3 `2bd4ba3`": (PRODUCTS, ("lbtr", "gwww"), 4096),
+            "DeepSeek-V3 `96bc87d`": (PRODUCTS, ("ajbz", "yojt"), 4096),
+        },
+    ),
+    two_commits(
+        "with gradients on two H100",
+        {
+            "gpt-oss `2bd4ba3`": (MODELS, "ewjr", 4096),
+            "gpt-oss `c843c26`": (MODELS, "mope", 4096),
+            "DeepSeek-V3 `2bd4ba3`": (PRODUCTS, "eiyg", 4096),
+            "DeepSeek-V3 `96bc87d`": (PRODUCTS, "ajxs", 4096),
+        },
+    ),
+    two_commits(
+        "DeepSeek-V3, 8 bits, tokens",
+        {
+            f"{count}, {bits} bits `{commit}`": (MODELS, run, count)
+            for count in (4096, 128, 1)
+            for bits, commit, run in ((16, "2bd4ba3", "eqxm"), (8, "c843c26", "uwmy"))
         },
     ),
     products(

@@ -7,13 +7,14 @@ import re
 from bisect import bisect_left
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import pytest
 
 from raymoe.report.measures import measured_link_gbps
 from tests.python_path import REPOSITORY
-from tests.unit.docs.derived_tables import product_time, ray_tensors_ms
+from tests.unit.docs.derived_tables import layers_before_and_after, product_time, ray_tensors_ms
 from tests.unit.docs.measured_tables import DOCS
 from tests.unit.docs.raw_lines import BENCHMARKS, Column
 
@@ -74,6 +75,11 @@ def _with_swiglu(swiglu: str, product: str) -> float:
     return max(100 * (_uniform("up_swiglu", swiglu, rows) / _uniform("up", product, rows) - 1) for rows in ROWS)
 
 
+def _layer(name: str) -> float:
+    """The ratio of a row in the table of layers before and after."""
+    return float(next(row[3] for row in layers_before_and_after() if row[0] == name))
+
+
 def _eight(rows: int, beside: str) -> float:
     return _uniform("up", "raymoe_fp8", rows) / _uniform("up", beside, rows)
 
@@ -132,6 +138,24 @@ CLAIMS = [
         "docs/evidence/links.md",
         "to the host and back, a GiB takes # ms",
         (lambda: ray_tensors_ms("object_store", GIB),),
+    ),
+    Claim(
+        "docs/products.md",
+        "takes # of what it took with torch's products in the shape of DeepSeek-V3, # in that of Qwen3-235B "
+        "and # in that of gpt-oss-120b. With gradients the first takes #, and the last #. "
+        "8-bit experts make it # in the shape of DeepSeek-V3, and # with 128 tokens",
+        tuple(
+            partial(_layer, name)
+            for name in (
+                "DeepSeek-V3, 4096",
+                "Qwen3-235B, 4096",
+                "gpt-oss-120b, 4096",
+                "DeepSeek-V3, 4096 with gradients",
+                "gpt-oss-120b, 4096 with gradients",
+                "DeepSeek-V3 in 8 bits, 4096",
+                "DeepSeek-V3 in 8 bits, 128",
+            )
+        ),
     ),
     Claim(
         "docs/products.md",
