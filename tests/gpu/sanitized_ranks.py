@@ -218,7 +218,7 @@ def layer_kernels(_world: World) -> None:
 
 
 def products(_world: World) -> None:
-    """Run the products of experts in each class of tiles, and their gradients."""
+    """Run the products of experts in each class of tiles."""
     import torch
 
     from tests.gpu import test_products_gpu as on_gpu
