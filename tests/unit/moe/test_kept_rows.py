@@ -4,21 +4,25 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from types import SimpleNamespace
+from unittest import mock
 
 import pytest
 import torch
 
 from raymoe.errors import ConfigError
-from raymoe.exchange.backend import EntryPlaces
+from raymoe.exchange.backend import EntryPlaces, Tokens
 from raymoe.exchange.spec import ExchangeSpec
 from raymoe.memory.world import World
-from raymoe.moe import LayerForm, MoELayer
+from raymoe.moe import LayerForm, MoELayer, kept_rows
 from raymoe.moe.activation import GPT_OSS
+from raymoe.moe.differentiable import expert_major
 from raymoe.moe.expert_kernels import Places
 from raymoe.moe.experts import local
 from raymoe.moe.kept_rows import KeptRowsCopy
 from tests.emulator.build import Change, compiler
-from tests.emulator.machine import EmulatorError
+from tests.emulator.machine import Emulator, EmulatorError
+from tests.emulator.ranks import backend, workspaces
 from tests.unit.moe.bits import assert_same_bits
 from tests.unit.moe.test_recomputed_layers import kept_by
 from tests.unit.ranks import RankPool
@@ -132,6 +136,22 @@ def test_what_would_save_little_or_cannot_be_found_is_kept() -> None:
         layer.exchange.entry_places = None
         with pytest.raises(ConfigError, match="keeps_rows is False with "):
             layer.keeps_rows = False
+
+
+def test_frozen_experts_keep_no_rows_and_others_notice_rows_that_changed() -> None:
+    (world,) = wired(1)
+    with world:
+        layer, ids, share = MoELayer(world, SPEC, LayerForm(F)), ids_of("drawn", T, 0), torch.rand(T, K)
+        x = torch.ones(T, H, dtype=torch.bfloat16).requires_grad_() * 2
+        y = layer.routed(x, ids, share)
+        with torch.no_grad():
+            x.add_(1)
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            y.sum().backward()
+        layer.experts.requires_grad_(False)
+        assert x.data_ptr() not in {
+            tensor.data_ptr() for tensor in kept_by(lambda: layer.routed(x, ids, share)).values()
+        }
 
 
 def run_one_expert(world: World) -> bool:
@@ -257,6 +277,75 @@ def test_a_refused_dispatch_brings_no_row_back() -> None:
     for call in (case.call(case.own, kept, rows, True), case.call(case.own[:0], kept, rows, False)):
         run(replace(call, places=places), 2, ())
     assert bool((rows == UNTOUCHED).all()) and bool((kept == UNTOUCHED).all())
+
+
+def dispatched(kind: str, spec: ExchangeSpec, counts: Sequence[int]) -> list[KeptRowsCopy]:
+    """Dispatch on emulated GPUs; return a copy of each rank's rows from those of tokens, all in new memory."""
+    dtype = getattr(torch, spec.dtype)
+    with Emulator(len(counts)) as emulator:
+        backends = [backend(kind, space, spec) for space in workspaces(emulator, spec)]
+        given = []
+        for rank, tokens in enumerate(counts):
+            generator = torch.Generator().manual_seed(rank)
+            ids = torch.randint(-1, spec.experts, (tokens, spec.topk), generator=generator)
+            x = torch.randn(tokens, spec.hidden, generator=generator).to(dtype)
+            given.append(Tokens(x, ids, torch.rand(ids.shape), None))
+        shape, in_slots = (spec.rows(len(counts)), spec.hidden), spec.layout == "rank"
+        got = [
+            each.dispatch(tokens, None if in_slots else each.new(shape, dtype, "out"))
+            for each, tokens in zip(backends, given, strict=True)
+        ]
+        emulator.run(seed=1)
+        calls = []
+        for rank, (each, tokens, result) in enumerate(zip(backends, given, got, strict=True)):
+            each.check()
+            entries = each.entry_places(each.pack(result).clone(), tokens.topk_idx)
+            rows = expert_major(result).clone()
+            places = Places(result.expert_offsets.clone(), result.expert_counts.clone())
+            others = torch.zeros((len(counts) - 1) * spec.tokens, spec.hidden, dtype=dtype)
+            calls.append(KeptRowsCopy(entries, rank, tokens.x, others, rows, places, spec.alignment, True))
+        return calls
+
+
+@needs_compiler
+@pytest.mark.parametrize(
+    ("kind", "layout"), [("fused", "expert"), ("fused", "rank"), ("ll", "expert"), ("staged", "expert")]
+)
+def test_the_kernel_reads_what_dispatches_of_gpus_leave(kind: str, layout: str) -> None:
+    spec = ExchangeSpec(7, 64, experts=6, topk=3, alignment=4, padding="zero", depth=0, layout=layout)
+    for call in dispatched(kind, spec, (7, 4, 0)):
+        run(replace(call, again=False), 2, ())
+        rows, end = torch.full_like(call.rows, UNTOUCHED), int(call.places.offsets[-1])
+        assert end > 0
+        run(replace(call, rows=rows), 2, ())
+        assert torch.equal(rows[:end], call.rows[:end]) and bool((rows[end:] == UNTOUCHED).all())
+
+
+def run_through_the_kernel(world: World) -> list[bool]:
+    """Emulate the kernel for ranks on CPUs, with places beside weights as GPUs have them. Return what was launched."""
+    layer, launched = MoELayer(world, SPEC, LayerForm(F), seed=1), []
+    by_cpu = layer.exchange.entry_places
+    assert by_cpu is not None
+
+    def entry_places(*dispatch: torch.Tensor) -> EntryPlaces:
+        entries = by_cpu(*dispatch)
+        pairs = torch.stack((entries.places, torch.full_like(entries.places, 12345)), dim=-1)
+        return EntryPlaces(pairs[..., 0], entries.tokens)
+
+    def emulate(call: KeptRowsCopy) -> None:
+        launched.append(call.again)
+        run(call, 2, ())
+
+    layer.exchange.entry_places = entry_places
+    taking = SimpleNamespace(takes=lambda _: True)
+    with mock.patch.object(KeptRowsCopy, "launch", emulate), mock.patch.object(kept_rows, "row_launch", taking):
+        assert_equal_bits(layer, ids_of("masked", (T, 5)[world.rank], world.rank))
+    return launched
+
+
+@needs_compiler
+def test_layers_on_gpus_take_the_kernel(pool: RankPool) -> None:
+    assert pool.run(2, run_through_the_kernel) == [[False, True]] * 2
 
 
 INJECTED_BUGS = {
