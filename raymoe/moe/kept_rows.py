@@ -193,11 +193,12 @@ class _Places:
 @torch.library.impl("raymoe::keep_rows", _DEVICES)
 def _keep_rows(numbers: list[int], rows: Tensor, *dispatched: Any) -> Tensor:
     *tensors, count = dispatched
-    places, others = _Places.of(numbers, *tensors), rows.new_empty(count, rows.shape[1])
+    places = _Places.of(numbers, *tensors)
     if row_launch.takes(rows):
+        others = rows.new_empty(count, rows.shape[1])
         places.copy(others[:0], others, as_dense(rows), again=False)
         return others
-    first = places.by_token()[1].amax(dim=1)
+    first, others = places.by_token()[1].amax(dim=1), rows.new_zeros(count, rows.shape[1])
     there = first >= 0
     others[there] = rows[first[there]]
     return others

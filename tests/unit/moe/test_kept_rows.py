@@ -16,8 +16,9 @@ from raymoe.exchange.spec import ExchangeSpec
 from raymoe.memory.world import World
 from raymoe.moe import LayerForm, MoELayer, kept_rows
 from raymoe.moe.activation import GPT_OSS
-from raymoe.moe.differentiable import expert_major
+from raymoe.moe.differentiable import dispatch, expert_major
 from raymoe.moe.expert_kernels import Places
+from raymoe.moe.expert_rows import Groups
 from raymoe.moe.experts import local
 from raymoe.moe.kept_rows import KeptRowsCopy
 from tests.emulator.build import Change, compiler
@@ -160,6 +161,25 @@ def run_one_expert(world: World) -> bool:
 
 def test_a_row_for_each_token_is_no_fewer_rows_with_one_expert_each(pool: RankPool) -> None:
     assert pool.run(3, run_one_expert) == [True] * 3
+
+
+def check_operators(world: World) -> None:
+    layer, ids = MoELayer(world, SPEC, LayerForm(F), seed=1), ids_of("masked", T, world.rank)
+    x = torch.randn(T, H, generator=torch.Generator().manual_seed(world.rank)).bfloat16()
+    got = dispatch(layer.exchange, x, ids, torch.rand(T, K), site=layer.number)
+    groups, numbers = Groups(got.expert_offsets, got.expert_counts), layer.exchange.numbers
+    dispatch_of = got.routing[1], got.routing[0]
+    kept = kept_rows.RowSources(layer.exchange, x, *dispatch_of).keep(got.x, groups)
+    again = kept_rows.rows_again(got.x, kept, groups)
+    assert_same_bits(again, got.x)
+    places = *dispatch_of, groups.offsets, groups.counts
+    torch.library.opcheck(torch.ops.raymoe.keep_rows, (numbers, got.x, *places, len(kept.others)))
+    torch.library.opcheck(torch.ops.raymoe.rows_again, (numbers, got.x, x, kept.others, *places))
+
+
+@pytest.mark.thorough
+def test_operators_pass_opcheck(pool: RankPool) -> None:
+    pool.run(2, check_operators)
 
 
 @pytest.mark.thorough
