@@ -22,6 +22,7 @@ from raymoe.moe.by_row import in_tiles
 from raymoe.moe.differentiable import combine, dispatch
 from raymoe.moe.experts import Experts, shard
 from raymoe.moe.families import Parts, parts_of
+from raymoe.moe.kept_rows import RowSources, saves_memory
 from raymoe.moe.layer_form import LayerForm as LayerForm
 from raymoe.moe.layer_form import (
     Mlp,
@@ -141,6 +142,7 @@ class MoELayer(nn.Module):
         self.norm, self.residual, self.gives_scores = parts.norm, parts.residual, parts.gives_scores
         self.deterministic = form.deterministic if isinstance(form, LayerForm) else None
         self.recompute = form.recompute if isinstance(form, LayerForm) else "nothing"
+        self.keeps_rows = not saves_memory(self.exchange)
         # With slots, one more for the rows of empty ones, of which there are none.
         slots = spec.slots is not None
         counted = spec.experts + 1 if slots else spec.local_experts(world.size)
@@ -190,6 +192,18 @@ class MoELayer(nn.Module):
     def recompute(self, kind: str) -> None:
         check_recompute(kind)
         self._recompute, self.experts.recomputes = kind, kind == "activation"
+
+    @property
+    def keeps_rows(self) -> bool:
+        """Whether a backward pass finds the dispatched rows in memory. Otherwise the rows of tokens are kept, once for
+        each token, and it copies them to the places of the dispatched ones again (docs/layer.md)."""
+        return self._keeps_rows
+
+    @keeps_rows.setter
+    def keeps_rows(self, keeps: bool) -> None:
+        if not keeps and self.exchange.entry_places is None:
+            raise ConfigError(f"keeps_rows is False with {self.exchange.backend}, which does not say where rows lie")
+        self._keeps_rows = keeps
 
     @classmethod
     def from_block(
@@ -371,12 +385,16 @@ class MoELayer(nn.Module):
             if torch.is_grad_enabled():
                 refuse_gradients([("x", x), ("topk_weights", topk_weights), *self.named_parameters()])
         elif torch.is_grad_enabled() or torch.compiler.is_compiling():
-            got = dispatch(self.exchange, x.contiguous(), topk_idx, topk_weights, site=self.number)
+            x = x.contiguous()
+            got = dispatch(self.exchange, x, topk_idx, topk_weights, site=self.number)
             if after_dispatch is not None:
                 after_dispatch()
             if self.training:
                 self.row_counts.add(got.expert_offsets, got.expert_counts)
-            rows = self.experts(got.x, got.expert_offsets, got.expert_counts, got.weights)
+            sources = None
+            if not self._keeps_rows and self._recompute != "all":  # rows of a repeated pass are soon used
+                sources = RowSources(self.exchange, x, got.routing[1], got.routing[0])
+            rows = self.experts(got.x, got.expert_offsets, got.expert_counts, got.weights, sources)
             return combine(self.exchange, rows, got, weighted=False)
         return self._routed_without_gradients(x, topk_idx, topk_weights, after_dispatch)
 

@@ -57,6 +57,7 @@ class LayerPasses:
         backend, sms = job.exchange.backend, job.exchange.sms
         layer = MoELayer(world, self.spec, form, backend=backend, sms=sms, seed=self.seed)
         self.layer: Any = layer.train(self.backward)  # inference counts no rows
+        layer.keeps_rows = layer.keeps_rows or self.recompute == "all"  # as a layer that repeats all by itself
         self.spec = replace(self.spec, wire=layer.exchange.spec.wire, output=layer.exchange.spec.output)
         is_scaled = section.experts_dtype is not None
         exact = replace(self.spec, wire={"combine": self.spec.combine_wire}, output="dequantised")
