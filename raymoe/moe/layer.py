@@ -34,7 +34,7 @@ from raymoe.moe.layer_form import (
     empty_parts,
 )
 from raymoe.moe.live_weights import Loading, WeightSource, load_into
-from raymoe.moe.quantised_experts import QuantisedExperts, quantise_experts
+from raymoe.moe.quantised_experts import QuantisedExperts
 from raymoe.moe.recomputed_layer import check_recompute, recomputed
 from raymoe.moe.router import Routed
 from raymoe.moe.row_counts import RowCounts
@@ -52,7 +52,7 @@ class BlockOptions(TypedDict, total=False):
     weights: str | torch.dtype | None
     """Of all parameters. None: they stay as they are in the block."""
     experts_dtype: str | None
-    """As in `LayerForm`: `float8_e4m3` quantises the experts."""
+    """As in `LayerForm`: `float8_e4m3` quantises the experts and the shared one."""
     capacity: int | float | str
     backend: str
     sms: int | str
@@ -221,8 +221,8 @@ class MoELayer(nn.Module):
         By name it takes:
 
         - `weights="float32"`: parameters become float32, for training, and rows have the dtype of the block;
-        - `experts_dtype="float8_e4m3"`: the experts are quantised, for inference, and have their weights outputs first.
-          8-bit experts of `FineGrainedFP8Config` stay as they are;
+        - `experts_dtype="float8_e4m3"`: the experts and the shared one are quantised, for inference, and have their
+          weights outputs first. 8-bit ones of `FineGrainedFP8Config` stay as they are;
         - `dtype`: that of rows. A block in float32 with `dtype="bfloat16"` keeps its parameters;
         - `capacity`, as in `ExchangeSpec`; `backend` and `sms`, as in a layer.
         """
@@ -236,8 +236,8 @@ class MoELayer(nn.Module):
         if weights is not None:
             parts.cast(of_weights)
         check_experts_dtype(options.get("experts_dtype"))
-        if options.get("experts_dtype") is not None and isinstance(parts.experts, Experts):
-            parts.experts = quantise_experts(parts.experts)
+        if options.get("experts_dtype") is not None:
+            parts.quantise()
         capacity = options.get("capacity", "worst")
         spec = ExchangeSpec(tokens, hidden, form.experts, form.topk, dtype=dtype, capacity=capacity, depth=0)
         layer = cls(world, spec, parts, backend=options.get("backend", "auto"), sms=options.get("sms", "auto"))
@@ -259,7 +259,7 @@ class MoELayer(nn.Module):
             raise ConfigError("reset_parameters of a layer from a block, whose weights follow from no seed: load them")
         modules: dict[str, Any] = self._modules
         parts = Parts(modules[self._router_name], self.experts, modules.get(self._shared_name), norm=self.norm)
-        draw_weights(parts, self.form.ffn, self.seed, self._held())
+        draw_weights(parts, self.form, self.seed, self._held())
 
     def place(self, placement: SlotExperts | torch.Tensor) -> None:
         """Let slots hold the experts of a placement, and bring them their weights. All ranks call it between steps.

@@ -175,6 +175,31 @@ def eager_runs() -> Cells:
     return rows
 
 
+def bytes_of_8_bit_layers() -> Cells:
+    """The memory of a rank's weights in layers whose parameters are on the device meta, one of eight ranks."""
+    import torch
+
+    from raymoe.exchange.spec import ExchangeSpec
+    from raymoe.moe.layer_form import LayerForm, empty_parts
+
+    def mib(spec: ExchangeSpec, ffn: int, shared: int, experts_dtype: str | None) -> float:
+        form = LayerForm(ffn, shared=shared, norm=1e-6, experts_dtype=experts_dtype)
+        parts = empty_parts(spec, form, spec.local_experts(ranks=8), torch.device("meta"))
+        modules = parts.router, parts.experts, parts.shared, parts.norm
+        return sum(each.nbytes for module in modules if module is not None for each in module.parameters()) / 2**20
+
+    rows = []
+    for model, hidden, experts, topk, ffn, shared in (
+        ("DeepSeek-V3", 7168, 256, 8, 2048, 2048),
+        ("Qwen3-235B", 4096, 128, 8, 1536, 0),
+        ("Mixtral 8x22B", 6144, 8, 2, 16384, 0),
+    ):
+        spec = ExchangeSpec(tokens=1, hidden=hidden, experts=experts, topk=topk)
+        wide, scaled = (mib(spec, ffn, shared, dtype) for dtype in (None, "float8_e4m3"))
+        rows.append([model, f"{wide:.1f}", f"{scaled:.1f}", f"{100 * scaled / wide:.1f} %"])
+    return rows
+
+
 LAYERS = (
     ("gpt-oss-120b, 4096", ("mgyt", "hynx"), 4096, "step", "≤ 0.80"),
     ("gpt-oss-120b, 4096 with gradients", ("ewjr", "mope"), 4096, "step", "≤ 0.60"),
@@ -254,6 +279,7 @@ def product_ratios() -> Cells:
 
 
 DERIVED = [
+    Derived("layer.md", "weights of a rank, MiB", bytes_of_8_bit_layers),
     Derived("products.md", "ratio of times", product_ratios),
     Derived("evidence/scaling.md", "two H200, µs", lines_over_tokens),
     Derived("evidence/overlap.md", "`sms`", one_after_the_other),
