@@ -417,8 +417,8 @@ class LayerSection(Section):
     experts: Literal["swiglu", "gpt_oss"] = Field(default="swiglu", examples=["gpt_oss"])
     """SwiGLU, or gpt-oss, which clamps it and adds biases."""
     experts_dtype: Literal["float8_e4m3"] | None = Field(default=None, examples=["float8_e4m3"])
-    """The format of the experts' weights, by default shape.dtype. With float8_e4m3 weights and rows are 8-bit values
-    with scales, and rows cross so between GPUs. There is no backward pass then."""
+    """The format of the weights of all experts, the shared one included, by default shape.dtype. With float8_e4m3
+    weights and rows are 8-bit values with scales, and rows cross so between GPUs. There is no backward pass then."""
 
 
 class TrainSection(Section):

@@ -125,6 +125,28 @@ class ExactRows:
     topk_idx: torch.Tensor | None = None  # int32[n, K] with layout `token`
 
 
+@dataclass(frozen=True)
+class EntryPlaces:
+    """Where a dispatch put the row of each entry of all ranks: its place among this rank's rows, expert by expert.
+
+    >>> places = torch.tensor([[[5, -1], [-1, 0], [3, 3]]], dtype=torch.int32)
+    >>> EntryPlaces(places, torch.tensor([2], dtype=torch.int32)).of_sent(5).tolist()
+    [[[-1, -1], [-1, 0], [-1, -1]]]
+    """
+
+    places: torch.Tensor
+    """int32[R, T, K] by source, token and k; -1: the expert is elsewhere. On CPUs the tokens of other ranks are those
+    with experts here alone, one after the other."""
+    tokens: torch.Tensor
+    """int32[R]: how many tokens each source sent. Places of later ones are unspecified."""
+
+    def of_sent(self, end: int) -> torch.Tensor:
+        """Return the places of tokens that were sent, int64[R, T, K]; -1 where none is before `end`."""
+        sent = torch.arange(self.places.shape[1], device=self.places.device) < self.tokens[:, None]
+        places = self.places.long()
+        return torch.where(sent[:, :, None] & (places < end), places, -1)
+
+
 # The interface of a backend, on CPUs and on GPUs. Its arguments have been checked.
 
 
@@ -252,6 +274,13 @@ class SplitBackend(Protocol):
 
     def combine_receive(self, rows: torch.Tensor, got: Dispatched, weighted: bool, out: torch.Tensor) -> None:
         """Wait for the ranks' sums and add them."""
+
+
+class EntryBackend(Protocol):
+    """A backend whose metadata of a dispatch say where each entry's row lies."""
+
+    def entry_places(self, metadata: torch.Tensor, topk_idx: torch.Tensor) -> EntryPlaces:
+        """Return the places of a dispatch, from what `pack` returned and the ids of this rank."""
 
 
 @dataclass(slots=True)

@@ -27,6 +27,7 @@ from raymoe.memory.sleeping import SleepingMemory
 from raymoe.memory.world import World
 
 if TYPE_CHECKING:
+    from raymoe.exchange.backend import EntryPlaces
     from raymoe.exchange.peer.workspace import Workspace
 
 _HANDLES = itertools.count(1)
@@ -105,6 +106,9 @@ class Exchange(OfOneProcess):
         """The input of the pending dispatch."""
         self._pending_combine: PendingCombine | None = None
         self._closed = False
+        places = getattr(self._backend, "entry_places", None) if world.domains == 1 else None
+        self.entry_places: Callable[[torch.Tensor, torch.Tensor], EntryPlaces] | None = places
+        """`EntryBackend.entry_places` where the backend has it, on all ranks or on none."""
         self._workspace: Workspace | None = getattr(self._backend, "workspace", None)
         self._calls: Calls = world.shared(Calls) if self._workspace is None else self._workspace.calls
         name = f"an exchange ({self.backend}) of rank {world.rank} of world {world.name!r}"

@@ -9,12 +9,15 @@
 
 transformers gives each rank its experts, and calls the implementation with the tokens of this rank and the ids of their
 experts. raymoe brings the rows to the ranks of their experts and the results back, forward and backward.
+
+8-bit experts (`FineGrainedFP8Config`) are computed by raymoe too, for inference (`transformers_fp8.py`).
 """
 
 from __future__ import annotations
 
 import warnings
 from contextlib import suppress
+from dataclasses import replace
 from types import TracebackType
 from typing import Any, Self
 
@@ -23,13 +26,16 @@ from transformers.distributed.expert_parallel import EPImplementation, EPImpleme
 
 from raymoe.errors import ConfigError, RaymoeError
 from raymoe.exchange.abilities import BACKENDS, backends_of
+from raymoe.exchange.backend import Tokens
 from raymoe.exchange.exchange import Exchange
 from raymoe.exchange.shared import SharedExchanges
 from raymoe.exchange.spec import ExchangeSpec
+from raymoe.integrations.transformers_fp8 import ScaledExperts
 from raymoe.memory.member import Member
 from raymoe.memory.world import World
 from raymoe.moe.differentiable import ExpertRows, combine, dispatch, refuse
 from raymoe.moe.expert_rows import Groups
+from raymoe.moe.scaled_layer import scaled_spec
 
 
 class Registration:
@@ -59,8 +65,10 @@ class Registration:
             self._worlds[name] = World.of(group, timeout_s=self.timeout_s)
         return self._worlds[name]
 
-    def exchange(self, group: Any, like: tuple[torch.Tensor, torch.Tensor], experts: int) -> Exchange:
-        """Return the exchange for rows and ids like these. Layers of one shape share it."""
+    def exchange(
+        self, group: Any, like: tuple[torch.Tensor, torch.Tensor], experts: int, scaled: bool = False
+    ) -> Exchange:
+        """Return the exchange for rows and ids like these. Layers of one shape share it. `scaled`: of 8-bit experts."""
         rows, ids = like
         dtype, world = str(rows.dtype).removeprefix("torch."), self.world(group)
         spec = ExchangeSpec(
@@ -69,12 +77,13 @@ class Registration:
             experts,
             ids.shape[1],
             dtype=dtype,
-            alignment=1,  # no gaps between experts
-            padding="zero",
             capacity=self.capacity,
             depth=0,
         )
-        return world.exchange(spec, self.backend)
+        if scaled:
+            return world.exchange(scaled_spec(spec, world, self.backend), self.backend)
+        # No gaps between experts.
+        return world.exchange(replace(spec, alignment=1, padding="zero"), self.backend)
 
     def next_number(self) -> int:
         """Number a layer. All ranks make models in one order, so the number is the same everywhere."""
@@ -123,6 +132,8 @@ def register(
 
     Where one rank gives more tokens, all ranks refuse that step, and the next one works. On CPUs all raise DataRefused.
     On GPUs the output is NaN on all ranks, this rank warns, and `check` of the result raises.
+
+    8-bit experts are computed by raymoe's products. A call that would record gradients of them is refused.
     """
     return Registration(name, tokens, backend, capacity, timeout_s)
 
@@ -133,6 +144,7 @@ class RaymoeExperts(EPImplementation):  # type: ignore[misc]
     def __init__(self, experts: Any, ep_mesh: Any, tp_mesh: Any, registration: Registration) -> None:
         super().__init__(experts, ep_mesh, tp_mesh)
         self._registration, self._number = registration, registration.next_number()
+        self._scaled = _scaled_experts_of(experts)
 
     def __call__(
         self, hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor
@@ -157,7 +169,8 @@ class RaymoeExperts(EPImplementation):  # type: ignore[misc]
 
     def _apply(self, x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
         experts = self.num_local_experts * self.ep_mesh.size()
-        exchange = self._registration.exchange(self.ep_mesh.get_group(), (x, ids), experts)
+        scaled = self._scaled is not None
+        exchange = self._registration.exchange(self.ep_mesh.get_group(), (x, ids), experts, scaled)
         tokens, most, count = len(x), exchange.spec.tokens, None
         if tokens > most:  # the others are in this step, so it is refused inside it, where they learn of it
             count = torch.full((1,), tokens, dtype=torch.int32, device=x.device)
@@ -169,9 +182,13 @@ class RaymoeExperts(EPImplementation):  # type: ignore[misc]
                     RuntimeWarning,
                     stacklevel=2,
                 )
-        got = dispatch(
-            exchange, x.contiguous(), ids.contiguous(), weights.float().contiguous(), count, site=self._number
-        )
+        given = Tokens(x.contiguous(), ids.contiguous(), weights.float().contiguous(), count, site=self._number)
+        y = self._with_gradients(exchange, given) if self._scaled is None else self._scaled(exchange, given)
+        return y if tokens <= most else torch.cat((y, y.new_full((tokens - most, y.shape[1]), torch.nan)))
+
+    def _with_gradients(self, exchange: Exchange, tokens: Tokens) -> torch.Tensor:
+        x = tokens.x
+        got = dispatch(exchange, x, tokens.topk_idx, tokens.topk_weights, tokens.num_tokens, site=tokens.site)
         try:
             rows = self._rows(got)
         except Exception:
@@ -179,8 +196,7 @@ class RaymoeExperts(EPImplementation):  # type: ignore[misc]
                 with suppress(RaymoeError):  # DataRefused, as on the other ranks; the exception here is the reason
                     refuse(exchange, got)
             raise
-        y = combine(exchange, rows.to(x.dtype), got, weighted=False)
-        return y if tokens <= most else torch.cat((y, y.new_full((tokens - most, y.shape[1]), torch.nan)))
+        return combine(exchange, rows.to(x.dtype), got, weighted=False)
 
     def _rows(self, got: ExpertRows) -> torch.Tensor:
         """Return the results of this rank's experts for the rows that came, times the weights."""
@@ -194,3 +210,14 @@ class RaymoeExperts(EPImplementation):  # type: ignore[misc]
             expert = expert[:there].clamp(max=self.num_local_experts - 1)
         rows: torch.Tensor = self.experts_forward(got.x[:there], expert[:, None], got.weights[:there, None])
         return rows
+
+
+def _scaled_experts_of(experts: Any) -> ScaledExperts | None:
+    """Return experts that raymoe computes in 8 bits, or None for others, which transformers computes."""
+    if not any(name.endswith("_scale_inv") for name, _ in experts.named_parameters(recurse=False)):
+        return None
+    try:
+        return ScaledExperts(experts)
+    except ConfigError as error:
+        warnings.warn(f"transformers' own kernels compute {error}", RuntimeWarning, stacklevel=2)
+        return None

@@ -31,6 +31,9 @@ from raymoe.moe.placement import plan_placement as plan_placement
 from raymoe.moe.quantised_checkpoints import load_quantised_experts as load_quantised_experts
 from raymoe.moe.quantised_experts import QuantisedExperts as QuantisedExperts
 from raymoe.moe.quantised_experts import quantise_experts as quantise_experts
+from raymoe.moe.quantised_shared import QuantisedMlp as QuantisedMlp
+from raymoe.moe.quantised_shared import load_quantised_shared as load_quantised_shared
+from raymoe.moe.quantised_shared import quantise_shared as quantise_shared
 from raymoe.moe.router import Router as Router
 from raymoe.moe.router import balance_loss as balance_loss
 from raymoe.moe.router import expert_load as expert_load

@@ -22,6 +22,7 @@ from raymoe.moe.activation import SWIGLU as SWIGLU
 from raymoe.moe.activation import Activation as Activation
 from raymoe.moe.activation import in_kernels as _in_kernels
 from raymoe.moe.expert_rows import Groups, add_expert_bias
+from raymoe.moe.kept_rows import RowSources
 from raymoe.moe.product_operators import Added, gate_experts, multiply_experts
 from raymoe.moe.recomputed_product import Gated, activate, multiply_gated
 from raymoe.moe.taken_over import OwnOfRank
@@ -85,18 +86,20 @@ class Experts(ExpertsOfRank):
         offsets: torch.Tensor,
         counts: torch.Tensor,
         weights: torch.Tensor | None = None,
+        sources: RowSources | None = None,
     ) -> torch.Tensor:
         """Map x[C, H] to rows[C, H]. Local expert i has `counts[i]` rows from `offsets[i]` on; others are unspecified.
 
         With `weights`, float32[C], each result is multiplied by its weight. That is done between the products, where
         rows are F wide.
-        Where gradients are needed, x, the weights and the gradients of results are zero in gaps.
+        Where gradients are needed, x, the weights and the gradients of results are zero in gaps. With `sources`, the
+        dispatch that brought x, no row of x is kept for them: a backward pass copies it from its token's.
         """
         capacity = len(x)
         if not _in_kernels(x) and not torch.compiler.is_compiling():
             there = int(offsets[-1])  # the host may read it there, and elementwise operations skip the other rows
             x, weights = x[:there], None if weights is None else weights[:there]
-        y = self._compute(x, Groups(offsets, counts), weights).to(x.dtype)
+        y = self._compute(x, Groups(offsets, counts), weights, sources).to(x.dtype)
         if len(y) == capacity:
             return y
         if y.requires_grad:
@@ -115,14 +118,20 @@ class Experts(ExpertsOfRank):
             else:
                 part[place] = getattr(weights, name)[0]
 
-    def _compute(self, x: torch.Tensor, groups: Groups, weights: torch.Tensor | None) -> torch.Tensor:
+    def _compute(
+        self, x: torch.Tensor, groups: Groups, weights: torch.Tensor | None, sources: RowSources | None
+    ) -> torch.Tensor:
         gate_up_proj, down_proj = self._outputs_first(self.gate_up_proj), self._outputs_first(self.down_proj)
         if self.casts:  # biases are added in float32 as they are
             gate_up_proj, down_proj = gate_up_proj.to(x.dtype), down_proj.to(x.dtype)
         gate_up_bias, bias = local(self.gate_up_proj_bias), local(self.down_proj_bias)
         recomputes, of_gate = self.recomputes and torch.is_grad_enabled(), (weights, gate_up_bias is not None)
+        needed = torch.is_grad_enabled() and self.gate_up_proj.requires_grad
+        # By torch on a GPU the host would wait for the number of rows.
+        keeps = sources if needed and (_in_kernels(x) or x.device.type == "cpu") else None
+        kept = None if keeps is None else keeps.keep(x, groups)
         if _in_kernels(x):
-            gated = Added(gate_up_bias, weights, self.by_row, gaps_are_zero=True)
+            gated = Added(gate_up_bias, weights, self.by_row, gaps_are_zero=True, kept=kept)
             h, gate_up = gate_experts(x, gate_up_proj, groups, gated, self.activation.form)
             last_bias = bias if weights is None else None
             added = Added(last_bias, None, self.by_row, zero_gaps=False, gaps_are_zero=True)
@@ -131,7 +140,12 @@ class Experts(ExpertsOfRank):
             else:
                 y = multiply_experts(h, down_proj, groups, added)
             return y if bias is None or weights is None else add_expert_bias(y, bias, groups, weights)
-        gate_up = multiply_by_torch(x, gate_up_proj, groups, self.by_row)
+        if kept is None:
+            gate_up = multiply_by_torch(x, gate_up_proj, groups, self.by_row)
+        else:
+            gate_up = multiply_experts(
+                x, gate_up_proj, groups, Added(by_row=self.by_row, gaps_are_zero=True, kept=kept)
+            )
         gate_up = gate_up if gate_up_bias is None else add_expert_bias(gate_up, gate_up_bias, groups)
         if recomputes:
             h = activate(self.activation, gate_up, groups.offsets, weights, self.by_row)

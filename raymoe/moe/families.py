@@ -6,7 +6,8 @@
 | DeepSeek-V3 | `gate`: sigmoid, groups, a correction of the choice, scaling; `shared_experts` | the same |
 | gpt-oss | `router`: softmax of the chosen, with a bias; it is returned too | `[E, H, 2F]`, interleaved; biases |
 
-Those of the first two lines may have weights of 8-bit floats, as transformers' `FineGrainedFP8Config` leaves them.
+Those of the first two lines, and shared experts, may have weights of 8-bit floats, as transformers'
+`FineGrainedFP8Config` leaves them.
 """
 
 from __future__ import annotations
@@ -23,7 +24,8 @@ from raymoe.fp8 import FP8_BLOCK
 from raymoe.moe.experts import SWIGLU, Activation, Experts, ExpertsOfRank, ModelWeights
 from raymoe.moe.host_routers import form_of
 from raymoe.moe.quantised_checkpoints import load_quantised_experts
-from raymoe.moe.quantised_experts import QuantisedExperts
+from raymoe.moe.quantised_experts import QuantisedExperts, quantise_experts
+from raymoe.moe.quantised_shared import QuantisedMlp, has_scales, quantise_shared
 from raymoe.moe.router import Router
 from raymoe.moe.router_formulas import RouterForm
 
@@ -44,11 +46,18 @@ class Parts:
 
     def cast(self, dtype: torch.dtype) -> None:
         """Let all parameters have a dtype. Buffers keep theirs: the correction of a choice is float32."""
-        if isinstance(self.experts, QuantisedExperts):
+        if isinstance(self.experts, QuantisedExperts) or isinstance(self.shared, QuantisedMlp):
             raise ConfigError("weights cannot be cast with 8-bit experts, which are for inference; leave weights out")
         for module in (self.router, self.experts, self.shared, self.norm):
             for parameter in () if module is None else module.parameters():
                 parameter.data = parameter.data.to(dtype)
+
+    def quantise(self) -> None:
+        """Give the experts and the shared one weights of 8-bit floats, where they are wide."""
+        if isinstance(self.experts, Experts):
+            self.experts = quantise_experts(self.experts)
+        if self.shared is not None and not isinstance(self.shared, QuantisedMlp):
+            self.shared = quantise_shared(self.shared)
 
 
 def parts_of(block: Any, rank: int, ranks: int) -> Parts:
@@ -75,7 +84,11 @@ def _softmax(block: Any, rank: int, ranks: int) -> Parts:
 def _deepseek(block: Any, rank: int, ranks: int) -> Parts:
     gate = block.gate
     router = Router(_form_of(gate), gate.weight, correction=gate.e_score_correction_bias)
-    return Parts(router, _swiglu_experts(block.experts, rank, ranks), block.shared_experts)
+    shared = block.shared_experts
+    if has_scales(shared):
+        check_scales(shared.gate_proj)
+        shared = quantise_shared(shared)
+    return Parts(router, _swiglu_experts(block.experts, rank, ranks), shared)
 
 
 def _gpt_oss(block: Any, rank: int, ranks: int) -> Parts:
@@ -116,13 +129,18 @@ def _swiglu_experts(experts: Any, rank: int, ranks: int) -> ExpertsOfRank:
 
 def _quantised_share(experts: Any, rank: int, ranks: int) -> QuantisedExperts:
     """Copy one rank's 8-bit experts of `FP8Experts`."""
+    check_scales(experts)
+    count = _experts_of_a_rank(experts.down_proj, ranks)
+    tensors = {name: parameter.detach() for name, parameter in experts.named_parameters()}
+    return load_quantised_experts(tensors, "", experts=range(rank * count, (rank + 1) * count), activation=SWIGLU)
+
+
+def check_scales(experts: Any) -> None:
+    """Refuse `FP8Experts`, or an `FP8Linear`, whose rows or weights have other scales than raymoe's products."""
     if (scheme := getattr(experts, "activation_scheme", "dynamic")) != "dynamic":
         raise ConfigError(f"experts with {scheme} scales of rows; a layer takes dynamic ones, which follow the rows")
     if (block := getattr(experts, "block_size", (FP8_BLOCK, FP8_BLOCK))) is None or set(block) != {FP8_BLOCK}:
         raise ConfigError(f"experts with scales of blocks of {block}; a layer takes {FP8_BLOCK} x {FP8_BLOCK}")
-    count = _experts_of_a_rank(experts.down_proj, ranks)
-    tensors = {name: parameter.detach() for name, parameter in experts.named_parameters()}
-    return load_quantised_experts(tensors, "", experts=range(rank * count, (rank + 1) * count), activation=SWIGLU)
 
 
 def _experts_of_a_rank(weights: torch.Tensor, ranks: int) -> int:

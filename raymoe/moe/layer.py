@@ -22,6 +22,7 @@ from raymoe.moe.by_row import in_tiles
 from raymoe.moe.differentiable import combine, dispatch
 from raymoe.moe.experts import Experts, shard
 from raymoe.moe.families import Parts, parts_of
+from raymoe.moe.kept_rows import RowSources, saves_memory
 from raymoe.moe.layer_form import LayerForm as LayerForm
 from raymoe.moe.layer_form import (
     Mlp,
@@ -33,7 +34,7 @@ from raymoe.moe.layer_form import (
     empty_parts,
 )
 from raymoe.moe.live_weights import Loading, WeightSource, load_into
-from raymoe.moe.quantised_experts import QuantisedExperts, quantise_experts
+from raymoe.moe.quantised_experts import QuantisedExperts
 from raymoe.moe.recomputed_layer import check_recompute, recomputed
 from raymoe.moe.router import Routed
 from raymoe.moe.row_counts import RowCounts
@@ -51,7 +52,7 @@ class BlockOptions(TypedDict, total=False):
     weights: str | torch.dtype | None
     """Of all parameters. None: they stay as they are in the block."""
     experts_dtype: str | None
-    """As in `LayerForm`: `float8_e4m3` quantises the experts."""
+    """As in `LayerForm`: `float8_e4m3` quantises the experts and the shared one."""
     capacity: int | float | str
     backend: str
     sms: int | str
@@ -141,6 +142,7 @@ class MoELayer(nn.Module):
         self.norm, self.residual, self.gives_scores = parts.norm, parts.residual, parts.gives_scores
         self.deterministic = form.deterministic if isinstance(form, LayerForm) else None
         self.recompute = form.recompute if isinstance(form, LayerForm) else "nothing"
+        self.keeps_rows = not saves_memory(self.exchange)
         # With slots, one more for the rows of empty ones, of which there are none.
         slots = spec.slots is not None
         counted = spec.experts + 1 if slots else spec.local_experts(world.size)
@@ -191,6 +193,18 @@ class MoELayer(nn.Module):
         check_recompute(kind)
         self._recompute, self.experts.recomputes = kind, kind == "activation"
 
+    @property
+    def keeps_rows(self) -> bool:
+        """Whether a backward pass finds the dispatched rows in memory. Otherwise the rows of tokens are kept, once for
+        each token, and it copies them to the places of the dispatched ones again (docs/layer.md)."""
+        return self._keeps_rows
+
+    @keeps_rows.setter
+    def keeps_rows(self, keeps: bool) -> None:
+        if not keeps and self.exchange.entry_places is None:
+            raise ConfigError(f"keeps_rows is False with {self.exchange.backend}, which does not say where rows lie")
+        self._keeps_rows = keeps
+
     @classmethod
     def from_block(
         cls,
@@ -207,8 +221,8 @@ class MoELayer(nn.Module):
         By name it takes:
 
         - `weights="float32"`: parameters become float32, for training, and rows have the dtype of the block;
-        - `experts_dtype="float8_e4m3"`: the experts are quantised, for inference, and have their weights outputs first.
-          8-bit experts of `FineGrainedFP8Config` stay as they are;
+        - `experts_dtype="float8_e4m3"`: the experts and the shared one are quantised, for inference, and have their
+          weights outputs first. 8-bit ones of `FineGrainedFP8Config` stay as they are;
         - `dtype`: that of rows. A block in float32 with `dtype="bfloat16"` keeps its parameters;
         - `capacity`, as in `ExchangeSpec`; `backend` and `sms`, as in a layer.
         """
@@ -222,8 +236,8 @@ class MoELayer(nn.Module):
         if weights is not None:
             parts.cast(of_weights)
         check_experts_dtype(options.get("experts_dtype"))
-        if options.get("experts_dtype") is not None and isinstance(parts.experts, Experts):
-            parts.experts = quantise_experts(parts.experts)
+        if options.get("experts_dtype") is not None:
+            parts.quantise()
         capacity = options.get("capacity", "worst")
         spec = ExchangeSpec(tokens, hidden, form.experts, form.topk, dtype=dtype, capacity=capacity, depth=0)
         layer = cls(world, spec, parts, backend=options.get("backend", "auto"), sms=options.get("sms", "auto"))
@@ -245,7 +259,7 @@ class MoELayer(nn.Module):
             raise ConfigError("reset_parameters of a layer from a block, whose weights follow from no seed: load them")
         modules: dict[str, Any] = self._modules
         parts = Parts(modules[self._router_name], self.experts, modules.get(self._shared_name), norm=self.norm)
-        draw_weights(parts, self.form.ffn, self.seed, self._held())
+        draw_weights(parts, self.form, self.seed, self._held())
 
     def place(self, placement: SlotExperts | torch.Tensor) -> None:
         """Let slots hold the experts of a placement, and bring them their weights. All ranks call it between steps.
@@ -371,12 +385,16 @@ class MoELayer(nn.Module):
             if torch.is_grad_enabled():
                 refuse_gradients([("x", x), ("topk_weights", topk_weights), *self.named_parameters()])
         elif torch.is_grad_enabled() or torch.compiler.is_compiling():
-            got = dispatch(self.exchange, x.contiguous(), topk_idx, topk_weights, site=self.number)
+            x = x.contiguous()
+            got = dispatch(self.exchange, x, topk_idx, topk_weights, site=self.number)
             if after_dispatch is not None:
                 after_dispatch()
             if self.training:
                 self.row_counts.add(got.expert_offsets, got.expert_counts)
-            rows = self.experts(got.x, got.expert_offsets, got.expert_counts, got.weights)
+            sources = None
+            if not self._keeps_rows and self._recompute != "all":  # rows of a repeated pass are soon used
+                sources = RowSources(self.exchange, x, got.routing[1], got.routing[0])
+            rows = self.experts(got.x, got.expert_offsets, got.expert_counts, got.weights, sources)
             return combine(self.exchange, rows, got, weighted=False)
         return self._routed_without_gradients(x, topk_idx, topk_weights, after_dispatch)
 

@@ -18,6 +18,7 @@ from raymoe.fp8 import FP8
 from raymoe.moe.experts import SWIGLU, Activation, Experts, ExpertsOfRank, ModelWeights, local
 from raymoe.moe.families import Parts
 from raymoe.moe.quantised_experts import quantise_experts
+from raymoe.moe.quantised_shared import QuantisedMlp, quantise_shared
 from raymoe.moe.recomputed_layer import check_recompute
 from raymoe.moe.router import Router
 from raymoe.moe.router_formulas import RouterForm
@@ -53,8 +54,8 @@ class LayerForm:
     """What the backward pass computes again: `nothing`; `activation`, the rows between the experts' products; or `all`,
     the whole forward pass, dispatch included (docs/layer.md)."""
     experts_dtype: str | None = None
-    """The format of the experts' weights: as the others (None), or `float8_e4m3` with scales, for inference alone. Rows
-    cross as 8-bit floats then (docs/layer.md)."""
+    """The format of the experts' weights, the shared one's too: as the others (None), or `float8_e4m3` with scales, for
+    inference alone. Rows cross as 8-bit floats then (docs/layer.md)."""
 
     def __post_init__(self) -> None:
         check_recompute(self.recompute)
@@ -154,25 +155,32 @@ def empty_parts(spec: ExchangeSpec, form: LayerForm, count: int, device: torch.d
     if routing.score == "sigmoid":
         correction = torch.empty(spec.experts, dtype=torch.float32, device=device)
     router = Router(routing, empty(spec.experts, hidden), correction=correction)
-    shared = Mlp(empty(2 * form.shared, hidden), empty(hidden, form.shared)) if form.shared else None
-    parts = Parts(router, experts, shared)
+    parts = Parts(router, experts, _empty_shared(form, hidden, dtype, device) if form.shared else None)
     parts.norm = None if form.norm is None else Norm(empty(hidden), form.norm)
     parts.residual = form.residual
     return parts
 
 
+def _empty_shared(form: LayerForm, hidden: int, dtype: torch.dtype, device: torch.device) -> Mlp | QuantisedMlp:
+    """Make the shared expert. Its values are unspecified."""
+    quantised = form.experts_dtype is not None
+    sizes = (2 * form.shared, hidden), (hidden, form.shared)
+    mlp = Mlp(*(torch.empty(size, dtype=dtype, device="meta" if quantised else device) for size in sizes))
+    return quantise_shared(mlp).to_empty(device=device) if quantised else mlp
+
+
 @torch.no_grad()
-def draw_weights(parts: Parts, ffn: int, seed: int, held: Sequence[int]) -> None:
+def draw_weights(parts: Parts, form: LayerForm, seed: int, held: Sequence[int]) -> None:
     """Fill the parts of a layer with the values of a seed. `held` has the expert of each place; -1: zeros.
 
-    Experts of size `ffn` are drawn on the device that they are on, one after the other, so only one is in memory twice.
+    Experts are drawn on the device that they are on, one after the other, so only one is in memory twice.
     FSDP may have spread the other parameters.
     """
     router, experts, shared, norm = parts.router, parts.experts, parts.shared, parts.norm
     down = local(experts.down_proj)
     assert down is not None
     hidden, dtype, device = down.shape[1], router.weight.dtype, down.device
-    shape = ExpertShape(hidden, ffn, dtype)
+    shape = ExpertShape(hidden, form.ffn, dtype)
     for place, expert in enumerate(held):
         if expert < 0:
             experts.put(place, None)
@@ -188,11 +196,12 @@ def draw_weights(parts: Parts, ffn: int, seed: int, held: Sequence[int]) -> None
         router.e_score_correction_bias.zero_()
     if isinstance(norm, Norm):
         _fill(norm.weight, torch.ones(hidden, device="cpu"))
-    if isinstance(shared, Mlp):
-        ffn = shared.down_proj.shape[1]
-        drawn = mlp_weights(ExpertShape(hidden, ffn, dtype), generator("shared", seed, device=device))
-        _fill(shared.gate_up_proj, drawn.gate_up)
-        _fill(shared.down_proj, drawn.down)
+    if isinstance(shared, Mlp | QuantisedMlp):
+        drawn = mlp_weights(ExpertShape(hidden, form.shared, dtype), generator("shared", seed, device=device))
+        wide = Mlp(drawn.gate_up, drawn.down)
+        values = dict((wide if isinstance(shared, Mlp) else quantise_shared(wide)).named_parameters())
+        for name, parameter in shared.named_parameters():
+            _fill(parameter, values[name])
 
 
 def _fill(parameter: nn.Parameter, values: torch.Tensor) -> None:

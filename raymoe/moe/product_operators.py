@@ -7,6 +7,7 @@ them. Elsewhere, and for sizes that it does not take, they are torch's products 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,6 +19,7 @@ import raymoe.rows.activation  # noqa: F401  (registers the gradients of SwiGLU)
 import raymoe.rows.formulas as formulas
 from raymoe.moe.expert_kernels import ActivationForm
 from raymoe.moe.expert_rows import Groups, bias_of_rows, gated_activation, weigh_gradients, zero_gaps
+from raymoe.moe.kept_rows import KeptRows, rows_again
 from raymoe.moe.product_gradients import add_weight_gradient, rows_gradient, weight_gradient
 from raymoe.moe.products import Gate, Product
 from raymoe.moe.torch_products import check_dtype, multiply_by_torch
@@ -46,6 +48,15 @@ class Added:
     a backward pass makes them so where it needs that."""
     main_grad: Tensor | None = None
     """float32[L, N, K]: a backward pass adds the gradient of the weight to it, and the weight itself gets none."""
+    kept: KeptRows | None = None
+    """What a backward pass makes x of again. x itself is not kept then."""
+
+    @property
+    def source(self) -> tuple[Tensor | None, Tensor | None, Tensor | None, Tensor | None, list[int]]:
+        """What operators take for `kept`."""
+        if self.kept is None:
+            return None, None, None, None, []
+        return self.kept.own, self.kept.others, self.kept.metadata, self.kept.topk_idx, self.kept.numbers
 
 
 def multiply_experts(x: Tensor, weight: Tensor, groups: Groups, added: Added) -> Tensor:
@@ -55,7 +66,7 @@ def multiply_experts(x: Tensor, weight: Tensor, groups: Groups, added: Added) ->
     gradients = _needs_gradient(tensors)
     arguments = *tensors, added.by_row, gradients and added.zero_gaps, added.gaps_are_zero, added.main_grad
     direct = not gradients and _directly(tensors)
-    y: Tensor = multiply(*arguments) if direct else _ops.grouped_linear(*arguments)
+    y: Tensor = multiply(*arguments) if direct else _ops.grouped_linear(*arguments, *added.source)
     return y
 
 
@@ -79,7 +90,7 @@ def gate_experts(
     kept, zeroed = gradients or keep_gate_up, gradients and added.zero_gaps
     arguments = *tensors, *numbers, kept, zeroed, added.gaps_are_zero, added.main_grad
     direct = not gradients and _directly(tensors)
-    results: tuple[Tensor, Tensor] = _gate(*arguments) if direct else _ops.grouped_gated(*arguments)
+    results: tuple[Tensor, Tensor] = _gate(*arguments) if direct else _ops.grouped_gated(*arguments, *added.source)
     return results
 
 
@@ -95,10 +106,12 @@ def _directly(tensors: tuple[Tensor | None, ...]) -> bool:
 
 _OPERANDS = "Tensor x, Tensor weight, Tensor offsets, Tensor counts, Tensor? bias, Tensor? row_weights"
 _GATE = "bool interleaved, float alpha, float limit, float up_plus"
+_KEPT = "Tensor? own, Tensor? others, Tensor? metadata, Tensor? topk_idx, SymInt[] exchange"
 _SCHEMAS = {
-    "grouped_linear": f"({_OPERANDS}, bool by_row, bool zero_gaps, bool gaps_are_zero, Tensor? main_grad) -> Tensor",
+    "grouped_linear": f"({_OPERANDS}, bool by_row, bool zero_gaps, bool gaps_are_zero, Tensor? main_grad, {_KEPT})"
+    " -> Tensor",
     "grouped_gated": f"({_OPERANDS}, {_GATE}, bool by_row, bool keep_gate_up, bool zero_gaps, "
-    "bool gaps_are_zero, Tensor? main_grad) -> (Tensor y, Tensor gate_up)",
+    f"bool gaps_are_zero, Tensor? main_grad, {_KEPT}) -> (Tensor y, Tensor gate_up)",
 }
 define(_SCHEMAS)
 _ops: Any = torch.ops.raymoe
@@ -146,8 +159,8 @@ class _Operands:
 
 
 def multiply(*arguments: Any) -> Tensor:
-    """Compute `raymoe::grouped_linear`, whose schema has the arguments."""
-    *tensors, by_row, zeroes_gaps, gaps_are_zero, _main_grad = arguments
+    """Compute `raymoe::grouped_linear`, whose schema has the arguments. Those of kept rows may be left out."""
+    *tensors, by_row, zeroes_gaps, gaps_are_zero, _main_grad = arguments[:10]
     operands = _Operands(*tensors)
     if not product_launch.takes(operands.x, operands.weight, None):
         return _multiply_by_torch(operands, zeroes_gaps and not gaps_are_zero, by_row=by_row)
@@ -175,15 +188,16 @@ def _fake_multiply(x: Tensor, weight: Tensor, *_: object) -> Tensor:
 
 def _save_for_product(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:  # noqa: ARG001  (torch gives it by name)
     # Backward passes of other micro-batches may write to main_grad before this one, so it is no saved tensor.
-    x, *tensors, _by_row, _zeroes_gaps, ctx.gaps_are_zero, ctx.main_grad = inputs
+    x, *tensors, _by_row, _zeroes_gaps, ctx.gaps_are_zero, ctx.main_grad = inputs[:10]
     _, needs_weight, _, _, _, needs_row_weights, *_ = ctx.needs_input_grad
-    ctx.save_for_backward(x if needs_weight or needs_row_weights else None, *tensors)
+    ctx.save_for_backward(*_saved_rows(ctx, x, inputs[10:], needed=needs_weight or needs_row_weights), *tensors)
 
 
 def _product_backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
-    x, weight, offsets, counts, bias, row_weights = ctx.saved_tensors
+    *saved, weight, offsets, counts, bias, row_weights = ctx.saved_tensors
     needs_x, needs_weight, _, _, needs_bias, needs_row_weights, *_ = ctx.needs_input_grad
     groups, clean = Groups(offsets, counts), ctx.gaps_are_zero
+    x = _rows_of(ctx, dy, saved, groups)
     if not clean and (row_weights is not None or not product_launch.has_kernel(dy)):
         dy, x, clean = zero_gaps(dy, groups), None if x is None else zero_gaps(x, groups), True
         row_weights = None if row_weights is None else zero_gaps(row_weights[:, None], groups)[:, 0]
@@ -200,7 +214,19 @@ def _product_backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
         weighted = x if row_weights is None else (formulas.wide(x) * row_weights[:, None]).to(x.dtype)
         d_weight = add_or_return(ctx.main_grad, dy, weighted, groups, clean=clean)
     d_bias = _ops.expert_sums(dy, offsets, counts, row_weights).to(bias.dtype) if needs_bias else None
-    return dx if needs_x else None, d_weight, None, None, d_bias, d_weights if needs_row_weights else None, *_NONE[:4]
+    return dx if needs_x else None, d_weight, None, None, d_bias, d_weights if needs_row_weights else None, *_NONE[:9]
+
+
+def _saved_rows(ctx: Any, x: Tensor, source: Sequence[Any], *, needed: bool) -> tuple[Tensor | None, ...]:
+    """Choose what to save for a backward pass that needs x: x, or what gives it again."""
+    *kept, ctx.exchange = source
+    return (None if ctx.exchange or not needed else x), *(kept if needed else (None,) * len(kept))
+
+
+def _rows_of(ctx: Any, dy: Tensor, saved: list[Any], groups: Groups) -> Any:
+    """Return x from what `_saved_rows` chose; None if it is not needed."""
+    x, own, others, metadata, topk_idx = saved
+    return x if own is None else rows_again(dy, KeptRows(own, others, metadata, topk_idx, ctx.exchange), groups)
 
 
 def add_or_return(main_grad: Tensor | None, dy: Tensor, x: Tensor, groups: Groups, *, clean: bool) -> Tensor | None:
@@ -211,14 +237,14 @@ def add_or_return(main_grad: Tensor | None, dy: Tensor, x: Tensor, groups: Group
     return None
 
 
-_NONE = (None,) * 9
+_NONE = (None,) * 14
 
 
 # A product and a gated activation.
 
 
 def _gate(*arguments: Any) -> tuple[Tensor, Tensor]:
-    *operands_and_form, by_row, keep_gate_up, zeroes_gaps, gaps_are_zero, _main_grad = arguments
+    *operands_and_form, by_row, keep_gate_up, zeroes_gaps, gaps_are_zero, _main_grad = arguments[:15]
     operands, form = _Operands(*operands_and_form[:6]), ActivationForm(*operands_and_form[6:])
     x, weight = operands.x, operands.weight
     gate = Gate(form.interleaved, form.alpha, form.limit, form.up_plus)
@@ -257,33 +283,34 @@ def swiglu_of(gate_up: Tensor, groups: Groups, row_weights: Tensor | None) -> Te
 
 
 def _fake_gate(x: Tensor, weight: Tensor, *others: Any) -> tuple[Tensor, Tensor]:
-    *_, keep_gate_up, _zero_gaps, _gaps_are_zero, _main_grad = others
+    keep_gate_up = others[9]
     rows, products = x.shape[0], weight.shape[1]
     return x.new_empty(rows, products // 2), x.new_empty(rows, products) if keep_gate_up else x.new_empty(0)
 
 
 def _save_for_gate(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
     x, weight, offsets, counts, bias, row_weights, *numbers = inputs
-    *ctx.numbers, _by_row, _keep_gate_up, _zeroes_gaps, ctx.gaps_are_zero, ctx.main_grad = numbers
+    *ctx.numbers, _by_row, _keep_gate_up, _zeroes_gaps, ctx.gaps_are_zero, ctx.main_grad = numbers[:9]
     ctx.bias_dtype = None if bias is None else bias.dtype
     ctx.mark_non_differentiable(output[1])
     ctx.set_materialize_grads(False)
-    needs_weight = ctx.needs_input_grad[1]
-    ctx.save_for_backward(x if needs_weight else None, weight, offsets, counts, row_weights, output[1])
+    rows = _saved_rows(ctx, x, numbers[9:], needed=ctx.needs_input_grad[1])
+    ctx.save_for_backward(*rows, weight, offsets, counts, row_weights, output[1])
 
 
 def _gate_backward(ctx: Any, dy: Tensor | None, _gate_up: None) -> tuple[Tensor | None, ...]:
     if dy is None:
-        return (None,) * 15
-    x, weight, offsets, counts, row_weights, gate_up = ctx.saved_tensors
+        return (None,) * 20
+    *saved, weight, offsets, counts, row_weights, gate_up = ctx.saved_tensors
     needs_x, needs_weight, _, _, needs_bias, needs_row_weights, *_ = ctx.needs_input_grad
     groups, form = Groups(offsets, counts), ActivationForm(*ctx.numbers)
     plain = form == PLAIN and ctx.gaps_are_zero and ctx.bias_dtype is None
     clean = ctx.gaps_are_zero or not product_launch.has_kernel(dy)
-    if clean and not ctx.gaps_are_zero and x is not None:
-        x = zero_gaps(x, groups)
     d_gate_up, d_weights = _activation_gradients(dy, gate_up, groups, form, row_weights, plain)
     dx = rows_gradient(d_gate_up, weight, groups, gaps_are_zero=True) if needs_x else None
+    x = _rows_of(ctx, dy, saved, groups)
+    if clean and not ctx.gaps_are_zero and x is not None:
+        x = zero_gaps(x, groups)
     d_weight = add_or_return(ctx.main_grad, d_gate_up, x, groups, clean=clean) if needs_weight else None
     d_bias = _ops.expert_sums(d_gate_up, offsets, counts, None).to(ctx.bias_dtype) if needs_bias else None
     return dx, d_weight, None, None, d_bias, d_weights if needs_row_weights else None, *_NONE

@@ -9,11 +9,12 @@ import torch
 from torch import Tensor, nn
 
 from raymoe.errors import ConfigError
-from raymoe.fp8 import FP8_BLOCK, quantise, quantise_weight
+from raymoe.fp8 import FP8_BLOCK, quantise_weight
 from raymoe.moe.expert_rows import Groups, add_expert_bias
 from raymoe.moe.experts import SWIGLU, Activation, Experts, ExpertsOfRank, ModelWeights, local
 from raymoe.moe.product_fp8_operators import Scaled, ScaledOperands, gate_scaled, multiply_scaled
 from raymoe.moe.product_operators import Added
+from raymoe.rows.quantised_rows import quantise_rows
 
 
 class ScaledWeights(NamedTuple):
@@ -59,16 +60,7 @@ class QuantisedExperts(ExpertsOfRank):
         between the products are quantised too, by the kernel of the first. `weights` are as in `Experts`. The
         result has the dtype of x, bfloat16 for a pair.
         """
-        values, scales = x if isinstance(x, tuple) else quantise(_without_gradient(x))
-        groups = Groups(offsets, counts)
-        own = self.parts()
-        up = ScaledOperands(values, scales, own.gate_up_proj, own.gate_up_proj_scale_inv)
-        h = gate_scaled(up, groups, Added(own.gate_up_proj_bias, weights), self.activation.form, quantise=True)
-        bias, down = own.down_proj_bias, ScaledOperands(*h, own.down_proj, own.down_proj_scale_inv)
-        y = multiply_scaled(down, groups, Added(bias if weights is None else None))
-        if bias is not None and weights is not None:
-            y = add_expert_bias(y, bias, groups, weights)
-        return y if isinstance(x, tuple) else y.to(x.dtype)
+        return apply_scaled(x, self.parts(), Groups(offsets, counts), self.activation, weights)
 
     def parts(self) -> ScaledWeights:
         """Return the weights as this rank holds them: plain tensors, also where they are shards."""
@@ -88,14 +80,35 @@ class QuantisedExperts(ExpertsOfRank):
                 part[place] = values[0]
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Any:
-        """Move the parameters, and refuse to change a dtype: a cast of values knows no scales."""
-        values = self.parts().down_proj
-        if (dtype := fn(values.new_empty(0)).dtype) != values.dtype:
-            raise ConfigError(
-                f"a module with experts of {values.dtype} was to become {dtype}, and a cast knows no scales; make the "
-                "layer with the dtype that you need"
-            )
+        keep_dtype(self.parts().down_proj, fn)
         return super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
+
+
+def keep_dtype(values: Tensor, fn: Callable[[Tensor], Tensor]) -> None:
+    """Refuse a change of a module's parameters that casts these 8-bit values: a cast knows no scales."""
+    if (dtype := fn(values.new_empty(0)).dtype) != values.dtype:
+        raise ConfigError(
+            f"a module with experts of {values.dtype} was to become {dtype}, and a cast knows no scales; make the "
+            "layer with the dtype that you need"
+        )
+
+
+def apply_scaled(
+    x: Tensor | Scaled,
+    own: ScaledWeights,
+    groups: Groups,
+    activation: Activation = SWIGLU,
+    weights: Tensor | None = None,
+) -> Tensor:
+    """Apply experts with these weights to the rows of their groups, as `QuantisedExperts` does."""
+    values, scales = x if isinstance(x, tuple) else quantise_rows(_without_gradient(x))
+    up = ScaledOperands(values, scales, own.gate_up_proj, own.gate_up_proj_scale_inv)
+    h = gate_scaled(up, groups, Added(own.gate_up_proj_bias, weights), activation.form, quantise=True)
+    bias, down = own.down_proj_bias, ScaledOperands(*h, own.down_proj, own.down_proj_scale_inv)
+    y = multiply_scaled(down, groups, Added(bias if weights is None else None))
+    if bias is not None and weights is not None:
+        y = add_expert_bias(y, bias, groups, weights)
+    return y if isinstance(x, tuple) else y.to(x.dtype)
 
 
 def _without_gradient(x: Tensor) -> Tensor:

@@ -41,13 +41,15 @@ def scaled_spec(spec: ExchangeSpec, world: World, backend: str) -> ExchangeSpec:
     return replace(spec, wire={"dispatch": FP8, "combine": spec.combine_wire}, output="raw")
 
 
-def refuse_gradients(named: Iterable[tuple[str, Tensor]]) -> None:
-    """Raise if one of the tensors needs a gradient."""
+def refuse_gradients(
+    named: Iterable[tuple[str, Tensor]], otherwise: str = "train a layer without experts_dtype"
+) -> None:
+    """Raise if one of the tensors needs a gradient. `otherwise` says how to get one."""
     for name, tensor in named:
         if tensor.requires_grad:
             raise ConfigError(
                 f"a layer with 8-bit experts has no gradients, and {name} needs one; call it under torch.no_grad, or "
-                "train a layer without experts_dtype"
+                f"{otherwise}"
             )
 
 

@@ -142,7 +142,7 @@ class Swiglu:
         gate, up = _halves(as_matrix(self.gate_up))
         result, quantised = as_matrix(self.out), self.scales is not None
         one_dtype([gate] if quantised else [gate, result])
-        row_work = _work_on([gate, up], quantised=quantised, counted=self.offsets is not None)
+        row_work = work_on([gate, up], quantised=quantised, counted=self.offsets is not None)
         shape = piece_shape(row_work, limits)
         placed = in_stage([gate, up], shape)
         out, fp8 = PipeRows(), PipeFp8()
@@ -220,7 +220,7 @@ class SwigluBackward:
         dy = as_matrix(self.dy)
         inputs, results = [*_halves(as_matrix(self.gate_up)), dy], _halves(as_matrix(self.d_gate_up))
         one_dtype([*inputs, *results])
-        row_work = _work_on(inputs, others=2, counted=self.offsets is not None, summed=self.weights is not None)
+        row_work = work_on(inputs, others=2, counted=self.offsets is not None, summed=self.weights is not None)
         shape = piece_shape(row_work, limits)
         placed = in_stage(inputs, shape)
         work = work_of(shape, *dy.shape)
@@ -401,7 +401,7 @@ class Pointwise:
                 f"{KERNEL_INPUTS}, and at least one that is as large"
             )
         one_dtype([*inputs, out])
-        row_work = _work_on(streams, others=1 + len(kinds) - len(streams))
+        row_work = work_on(streams, others=1 + len(kinds) - len(streams))
         shape = piece_shape(row_work, limits)
         placed = in_stage(streams, shape)
         vectors = tuple(_vector(tensor, kind, out) for tensor, kind in zip(inputs, kinds, strict=True))
@@ -461,7 +461,7 @@ def _vector(tensor: Tensor, kind: str, out: Tensor) -> PipeRows:
     return PipeRows(tensor.data_ptr(), tensor.stride(0) * tensor.element_size())
 
 
-def _work_on(
+def work_on(
     streams: Sequence[Tensor],
     *,
     others: int = 1,

@@ -304,7 +304,7 @@ def _layer_device_bytes(job: Job) -> int:
     spec, ranks, ffn = spec_of(job), job.world.ranks, job.shape.ffn
     item = ITEM_BYTES[spec.dtype]
     of_experts = item if job.layer.experts_dtype is None else 1  # the scales take a few thousandths more
-    weights = 3 * spec.hidden * (spec.local_experts(ranks) * ffn * of_experts + job.layer.shared * item)
+    weights = 3 * spec.hidden * (spec.local_experts(ranks) * ffn + job.layer.shared) * of_experts
     weights += spec.experts * spec.hidden * item
     # gpt-oss adds biases, and GPUs older than Hopper compute its activation by torch's operations.
     buffers = _ROWS_OF_EXPERTS if job.layer.experts == "swiglu" else 2 * _ROWS_OF_EXPERTS

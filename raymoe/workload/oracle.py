@@ -18,7 +18,7 @@ from torch.utils.checkpoint import checkpoint
 
 from raymoe.exchange.spec import ExchangeSpec
 from raymoe.fp8 import FP8, FP8_BLOCK, quantise, quantise_weight
-from raymoe.moe.weights import ExpertShape, expert_biases, expert_weights, generator
+from raymoe.moe.weights import ExpertShape, ExpertWeights, expert_biases, expert_weights, generator, mlp_weights
 from raymoe.workload.inputs import Batch
 from raymoe.workload.memory_needed import PIECE_BYTES
 
@@ -160,7 +160,7 @@ class LayerExperts:
         return rows
 
     def _rows(self, expert: int, x: torch.Tensor) -> torch.Tensor:
-        weights = expert_weights(self.shape, self.seed, expert, x.device)
+        weights = self._weights(expert, x.device)
         gate_up = self._rounded(x) @ self._rounded_weight(weights.gate_up, 2).T
         down = self._rounded_weight(weights.down).T
         if self.kind == "swiglu":
@@ -172,6 +172,9 @@ class LayerExperts:
         gate, up = gate_up[:, 0::2].clamp(max=7.0), gate_up[:, 1::2].clamp(-7.0, 7.0)
         rows = self._rounded(gate * (1.702 * gate).sigmoid() * (up + 1.0)) @ down
         return rows + biases.down.double()
+
+    def _weights(self, expert: int, device: torch.device) -> ExpertWeights:
+        return expert_weights(self.shape, self.seed, expert, device)
 
     def _rounded(self, rows: torch.Tensor) -> torch.Tensor:
         """Return the rows as the products take them, float64."""
@@ -191,6 +194,17 @@ class LayerExperts:
             values, scales = quantise_weight(part)
             rounded.append(_scaled_blocks(values, scales.repeat_interleave(FP8_BLOCK, dim=0)[: len(part)]))
         return torch.cat(rounded)
+
+
+class SharedExpert(LayerExperts):
+    """The layer's shared expert in float64, as `LayerExperts`."""
+
+    def rows(self, x: torch.Tensor) -> torch.Tensor:
+        return self._rows(0, x)
+
+    def _weights(self, expert: int, device: torch.device) -> ExpertWeights:
+        del expert
+        return mlp_weights(self.shape, generator("shared", self.seed, device=device))
 
 
 def _scaled_blocks(values: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:

@@ -79,7 +79,12 @@ def results(example: Example, printed: str, device: str) -> list[str]:
     return sorted(re.findall(f"^{example.says.format(device=device)}$", printed, re.MULTILINE))
 
 
+FP8 = "transformers_moe.py --fp8"
 PROGRAMS = EXAMPLES | {
+    FP8: Example(
+        "torchrun --nproc-per-node 2 examples/transformers_moe.py --fp8",
+        r"rank [01] on {device}: [12] x 8 tokens with 8-bit experts, logits \d+\.\d% from the \w+ model's",
+    ),
     "transformers_moe.py in Ray Train": Example(
         "python -m tests.gang.transformers_in_ray_train", "2 workers: as the unsharded model", lines=1, on_ray=True
     ),
@@ -100,7 +105,7 @@ PROGRAMS = EXAMPLES | {
         lines=1,
     ),
 }
-"""The examples, one of them with other arguments, and the model of one as Ray Train runs it."""
+"""The examples, some of them with other arguments, and the model of one as Ray Train runs it."""
 ELSEWHERE = {"channel.py"}
 """tests/unit/docs/test_channel_example.py runs it."""
 

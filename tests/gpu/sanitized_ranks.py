@@ -192,6 +192,7 @@ def layer_kernels(_world: World) -> None:
     from raymoe.moe import grouped_linear, product_launch
     from raymoe.moe.expert_kernels import ActivationForm
     from tests.gpu import test_expert_rows_gpu as expert_rows
+    from tests.gpu import test_kept_rows_gpu as kept_rows
     from tests.gpu import test_product_gradients_gpu as gradients
     from tests.gpu import test_router_gpu as router
 
@@ -215,10 +216,11 @@ def layer_kernels(_world: World) -> None:
         expert_rows.test_gated_activations_and_their_gradients_equal_the_formula(64, form, biased=True, weighted=True)
     expert_rows.test_gradients_of_biases_are_near_float64_and_equal_in_five_runs("eager")
     expert_rows.test_weighted_gradients_are_in_place_and_stop_at_the_last_offset(torch.bfloat16, "eager")
+    kept_rows.test_the_kernel_brings_each_row_back_to_its_places(1032, 37, "eager")
 
 
 def products(_world: World) -> None:
-    """Run the products of experts in each class of tiles, and their gradients."""
+    """Run the products of experts in each class of tiles."""
     import torch
 
     from tests.gpu import test_products_gpu as on_gpu

@@ -17,6 +17,11 @@ def test_the_example_generates_and_has_the_gradients_of_the_unsharded_model(on_r
     assert output.count("tokens by raymoe, as the unsharded model; gradients too") == 2
 
 
+def test_the_example_has_near_logits_with_8_bit_experts(on_ranks: Run) -> None:
+    output = on_ranks("transformers", 2, "examples.transformers_moe", "--fp8")
+    assert output.count("tokens with 8-bit experts, logits ") == 2
+
+
 def test_trainer_learns_what_it_learns_on_one_rank(on_ranks: Run, tmp_path: Path) -> None:
     """Two ranks with half of the batch each: the losses of four steps, and the weights that Trainer saves."""
     from safetensors.torch import load_file

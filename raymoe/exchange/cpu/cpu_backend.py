@@ -11,7 +11,7 @@ import numpy as np
 import torch
 
 from raymoe.errors import ConfigError, DataRefused, RaymoeError, WiringError
-from raymoe.exchange.backend import Dispatched, Ids, Tokens
+from raymoe.exchange.backend import Dispatched, EntryPlaces, Ids, Tokens
 from raymoe.exchange.cpu.cpu_rows import (
     Array,
     ArrivedRows,
@@ -377,13 +377,7 @@ class CpuBackend:
         topk_idx = ids.topk_idx.numpy()
         # A combine sends no weights of the source.
         plan = self._send_plan(topk_idx, np.zeros(topk_idx.shape, np.float32), ids.num_tokens)
-        local, words, arriving = (
-            self._spec.local_experts(self._size),
-            Refusal.NBYTES // 4,
-            self._size * self._spec.tokens,
-        )
-        sizes = (2, words, local + 1, local, self._size, arriving, arriving * self._spec.topk)
-        number, refusal, offsets, counts, sources, where, entries, inside = np.split(metadata.numpy(), np.cumsum(sizes))
+        number, refusal, offsets, counts, sources, where, entries, inside = self._split(metadata)
         arrived = int(sources.sum())
         places = entries.reshape(-1, self._spec.topk)[:arrived].astype(np.int64)
         refused = Refusal.unpack(refusal.tobytes())
@@ -400,6 +394,25 @@ class CpuBackend:
             _saved=SavedPlacement(placement, routes),
             _owner=self,
         )
+
+    def _split(self, metadata: torch.Tensor) -> list[Array]:
+        local, arriving = self._spec.local_experts(self._size), self._size * self._spec.tokens
+        words = Refusal.NBYTES // 4
+        sizes = (2, words, local + 1, local, self._size, arriving, arriving * self._spec.topk)
+        return np.split(metadata.numpy(), np.cumsum(sizes))
+
+    def entry_places(self, metadata: torch.Tensor, topk_idx: torch.Tensor) -> EntryPlaces:
+        *_, sources, _, entries, _ = self._split(metadata)
+        ranks, tokens, K = self._size, self._spec.tokens, self._spec.topk
+        places, ends = np.full((ranks, tokens, K), -1, np.int32), np.cumsum(sources)
+        arrived = entries.reshape(-1, K)
+        for source, (end, count) in enumerate(zip(ends.tolist(), sources.tolist(), strict=True)):
+            places[source, :count] = arrived[end - count : end]
+        own = places[self._rank, : sources[self._rank]].copy()
+        places[self._rank] = -1  # the rows of its own tokens that arrived are those with an expert here, in order
+        here = topk_idx.numpy() // self._spec.local_experts(ranks) == self._rank
+        places[self._rank, np.flatnonzero(here.any(axis=1))[: len(own)]] = own
+        return EntryPlaces(torch.from_numpy(places), torch.full((ranks,), tokens, dtype=torch.int32, device="cpu"))
 
     def dispatch_known(self, x: torch.Tensor, got: Dispatched, out: torch.Tensor) -> None:  # noqa: ARG002
         raise ConfigError("dispatch_known on CPU ranks, whose carriers send ids with the rows; call dispatch again")

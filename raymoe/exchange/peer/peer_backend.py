@@ -17,7 +17,7 @@ from raymoe.cuda.launch import Field, Launch, Shape, value_of
 from raymoe.cuda.launcher import Copies
 from raymoe.cuda.params import Params
 from raymoe.errors import CaptureError, ConfigError
-from raymoe.exchange.backend import Dispatched, Ids, Tokens
+from raymoe.exchange.backend import Dispatched, EntryPlaces, Ids, Tokens
 from raymoe.exchange.peer.build import Build, refuse
 from raymoe.exchange.peer.combine import CombineCall
 from raymoe.exchange.peer.dispatch import DispatchCall, DispatchSummary, RefusalRecord
@@ -179,6 +179,11 @@ class PeerBackend:
         keep_for_current_stream(metadata)
         saved = SavedMetadata(metadata, metadata.data_ptr(), self._metadata, self.workspace.stream())
         return KernelDispatched.over(rows, None, len(ids.topk_idx), saved, self)
+
+    def entry_places(self, metadata: torch.Tensor, topk_idx: torch.Tensor) -> EntryPlaces:  # noqa: ARG002
+        view, ranks = self._metadata.view, self.world.size
+        entries = view(metadata, "entry_places").view(torch.int32).view(ranks, self.spec.tokens, self.spec.topk, 2)
+        return EntryPlaces(entries[..., 0], view(metadata, "summary").view(torch.int32)[:ranks])
 
     def mark(self, got: Dispatched, digest: torch.Tensor) -> None:
         """Write the digest into the upper half of the number that the combine sends (`DispatchSummary`)."""

@@ -16,11 +16,11 @@ from raymoe.moe.experts import GPT_OSS, SWIGLU
 from raymoe.moe.layer import LayerForm, MoELayer
 from raymoe.moe.router_formulas import RouterForm
 from raymoe.moe.torch_products import arithmetic_dtype
-from raymoe.moe.weights import ExpertShape, generator, mlp_weights
+from raymoe.moe.weights import ExpertShape
 from raymoe.workload.inputs import Batch
 from raymoe.workload.layer.marks import START, SUM, Marks
 from raymoe.workload.memory_needed import spec_of
-from raymoe.workload.oracle import LAYER_SLACK, LayerExperts, Want, bound_of, want
+from raymoe.workload.oracle import LAYER_SLACK, LayerExperts, SharedExpert, Want, bound_of, want
 
 EPS = 1e-6
 VERIFIED_ON_GPUS = 64
@@ -57,6 +57,7 @@ class LayerPasses:
         backend, sms = job.exchange.backend, job.exchange.sms
         layer = MoELayer(world, self.spec, form, backend=backend, sms=sms, seed=self.seed)
         self.layer: Any = layer.train(self.backward)  # inference counts no rows
+        layer.keeps_rows = layer.keeps_rows or self.recompute == "all"  # as a layer that repeats all by itself
         self.spec = replace(self.spec, wire=layer.exchange.spec.wire, output=layer.exchange.spec.output)
         is_scaled = section.experts_dtype is not None
         exact = replace(self.spec, wire={"combine": self.spec.combine_wire}, output="dequantised")
@@ -71,6 +72,8 @@ class LayerPasses:
         self.after_forward: Callable[[], None] = _nothing
         """Called between the forward and the backward pass of a step."""
         self._experts = LayerExperts(self.shape, self.seed, section.experts, section.experts_dtype)
+        shared = ExpertShape(self.spec.hidden, self.shared, self.shape.dtype)
+        self._shared_expert = SharedExpert(shared, self.seed, experts_dtype=section.experts_dtype)
 
     def run(self, batch: Batch, dy: torch.Tensor) -> Results:
         """Run the forward pass, and the backward pass from the gradient `dy` of the output if the job has one."""
@@ -148,10 +151,7 @@ class LayerPasses:
         routed = want(h, ids, weights, self._experts, by_row=True)
         y, scale = routed.y, routed.scale
         if self.shared:
-            shape = ExpertShape(self.spec.hidden, self.shared, self.shape.dtype)
-            drawn = mlp_weights(shape, generator("shared", self.seed, device=x.device))
-            gate, up = (h @ drawn.gate_up.double().T).chunk(2, dim=-1)
-            rows = (gate * gate.sigmoid() * up) @ drawn.down.double().T
+            rows = self._shared_expert.rows(h)
             y, scale = y + rows, scale + rows.abs().amax(dim=-1, keepdim=True)
         return (Want(y + x, scale + x.abs()) if self.own_router else Want(y, scale)), error
 

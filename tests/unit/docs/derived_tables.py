@@ -175,13 +175,119 @@ def eager_runs() -> Cells:
     return rows
 
 
+def bytes_of_8_bit_layers() -> Cells:
+    """The memory of a rank's weights in layers whose parameters are on the device meta, one of eight ranks."""
+    import torch
+
+    from raymoe.exchange.spec import ExchangeSpec
+    from raymoe.moe.layer_form import LayerForm, empty_parts
+
+    def mib(spec: ExchangeSpec, ffn: int, shared: int, experts_dtype: str | None) -> float:
+        form = LayerForm(ffn, shared=shared, norm=1e-6, experts_dtype=experts_dtype)
+        parts = empty_parts(spec, form, spec.local_experts(ranks=8), torch.device("meta"))
+        modules = parts.router, parts.experts, parts.shared, parts.norm
+        return sum(each.nbytes for module in modules if module is not None for each in module.parameters()) / 2**20
+
+    rows = []
+    for model, hidden, experts, topk, ffn, shared in (
+        ("DeepSeek-V3", 7168, 256, 8, 2048, 2048),
+        ("Qwen3-235B", 4096, 128, 8, 1536, 0),
+        ("Mixtral 8x22B", 6144, 8, 2, 16384, 0),
+    ):
+        spec = ExchangeSpec(tokens=1, hidden=hidden, experts=experts, topk=topk)
+        wide, scaled = (mib(spec, ffn, shared, dtype) for dtype in (None, "float8_e4m3"))
+        rows.append([model, f"{wide:.1f}", f"{scaled:.1f}", f"{100 * scaled / wide:.1f} %"])
+    return rows
+
+
+LAYERS = (
+    ("gpt-oss-120b, 4096", ("mgyt", "hynx"), 4096, "step", "≤ 0.80"),
+    ("gpt-oss-120b, 4096 with gradients", ("ewjr", "mope"), 4096, "step", "≤ 0.60"),
+    ("Qwen3-235B, 4096", ("pwls", "zczj"), 4096, "step", "≤ 0.92"),
+    ("DeepSeek-V3, 4096", (("lbtr", "gwww"), ("ajbz", "yojt")), 4096, "step", "≤ 0.80"),
+    ("DeepSeek-V3, 128", (("lbtr", "gwww"), ("ajbz", "yojt")), 128, "step", ""),
+    ("DeepSeek-V3, 1", (("lbtr", "gwww"), ("ajbz", "yojt")), 1, "step", ""),
+    ("DeepSeek-V3, 4096 with gradients", ("eiyg", "ajxs"), 4096, "step", "≤ 0.76"),
+    ("of it `experts_backward`", ("eiyg", "ajxs"), 4096, "experts_backward", "≤ 0.72"),
+    ("DeepSeek-V3 in 8 bits, 4096", ("eqxm", "uwmy"), 4096, "step", "≤ 0.52"),
+    ("DeepSeek-V3 in 8 bits, 128", ("eqxm", "uwmy"), 128, "step", "≤ 0.58"),
+    ("DeepSeek-V3 in 8 bits, 1", ("eqxm", "uwmy"), 1, "step", "≤ 0.75"),
+    ("8 bits beside 16 of `96bc87d`, 4096", (("ajbz", "yojt"), "uwmy"), 4096, "step", ""),
+    ("8 bits beside 16 of `96bc87d`, 128", (("ajbz", "yojt"), "uwmy"), 128, "step", ""),
+    ("8 bits beside 16 of `96bc87d`, 1", (("ajbz", "yojt"), "uwmy"), 1, "step", ""),
+)
+"""Layers on two H100: the runs before and after, tokens, the part, and what was aimed at before there were kernels."""
+
+
+def layers_before_and_after() -> Cells:
+    def column(runs: str | tuple[str, ...], keys: Mapping[str, object], shown: str) -> Column:
+        of_models = {"mgyt", "hynx", "ewjr", "mope", "pwls", "zczj", "eqxm", "uwmy"}
+        file = "layer_models_h100x2" if runs in of_models else "layer_products_h100x2"
+        return Column(file, runs, {**keys, "l2": "cold"}, shown=shown)
+
+    rows = []
+    for name, runs, count, part, aim in LAYERS:
+        keys = {"tokens": count, "op": part}
+        before, after = (column(of, keys, "us_p50").value({}) for of in runs)
+        cells = [f"{before:.0f}", f"{after:.0f}", f"{after / before:.2f}", aim]
+        for shown in ("bytes_peak", "bytes_kept"):
+            columns = [column(of, keys, shown) for of in runs]
+            there = part == "step" and columns[0].lines({})[0][shown] is not None
+            cells += [f"{of.value({}) / 2**20:.0f}" if there else "" for of in columns]
+        rows.append([name, *cells])
+    return rows
+
+
+PRODUCT_RUNS = {"uniform": "burj", "equal": "tjeq", "hot": "yjyb"}
+
+
+def product_time(kind: str, op: str, system: str, rows: int) -> float:
+    """The median of one product of benchmarks/bench_products_h100.jsonl."""
+    keys = {"routing": kind, "op": op, "backend": system, "rows": rows}
+    return Column("bench_products_h100", PRODUCT_RUNS[kind], keys).value({})
+
+
+AIMS = (
+    ("uniform", 256, "grouped_mm", "raymoe", "≥ 1.35"),
+    ("uniform", 512, "grouped_mm", "raymoe", "≥ 1.15"),
+    ("uniform", 1024, "grouped_mm", "raymoe", "≥ 1.08"),
+    ("uniform", 128, "grouped_mm", "raymoe", "≥ 1.12"),
+    ("uniform", 128, "copy", "raymoe", "≥ 0.88"),
+    ("uniform", 64, "copy", "raymoe", "≥ 0.92"),
+    ("uniform", 32, "copy", "raymoe", "≥ 0.92"),
+    ("uniform", 512, "dense", "raymoe", "≥ 0.88"),
+    ("uniform", 1024, "dense", "raymoe", "≥ 0.90"),
+    ("equal", 512, "grouped_mm", "raymoe", "≥ 0.98"),
+    ("equal", 1024, "grouped_mm", "raymoe", "≥ 0.98"),
+    ("hot", 1024, "raymoe", "grouped_mm", "≤ 1.1"),
+    ("equal", 512, "raymoe, 8 bits", "dense", "≤ 0.60, 0.57"),
+    ("uniform", 256, "raymoe, 8 bits", "dense", "≤ 0.80"),
+    ("uniform", 8, "raymoe, 8 bits", "raymoe", "≤ 0.53"),
+)
+"""Ratios of two systems' times, by the kind and the number of rows, and what was aimed at before there were kernels."""
+
+
+def product_ratios() -> Cells:
+    def time(kind: str, op: str, system: str, rows: int) -> float:
+        return product_time(kind, op, {"raymoe, 8 bits": "raymoe_fp8"}.get(system, system), rows)
+
+    rows = []
+    for kind, count, above, below, aim in AIMS:
+        ratios = [f"{time(kind, op, above, count) / time(kind, op, below, count):.2f}" for op in ("up", "down")]
+        rows.append([f"{above} ÷ {below}", f"{kind}, {count}", *ratios, aim])
+    return rows
+
+
 DERIVED = [
+    Derived("layer.md", "weights of a rank, MiB", bytes_of_8_bit_layers),
+    Derived("products.md", "ratio of times", product_ratios),
     Derived("evidence/scaling.md", "two H200, µs", lines_over_tokens),
     Derived("evidence/overlap.md", "`sms`", one_after_the_other),
     Derived("evidence/links.md", "ms", tensors_between_actors),
     Derived("evidence/domains.md", "top-k", over_a_slow_link),
     Derived("evidence/domains.md", "domains, tokens, operation", hops),
     Derived("evidence/layer.md", "H200, ranks", beside_transformers),
+    Derived("evidence/layer.md", "two H100, tokens", layers_before_and_after),
     Derived("evidence/archive.md", "router, µs", routers),
     Derived("evidence/rows.md", "host µs of a call", eager_calls),
     Derived("evidence/experiments/backends.md", "date", eager_runs),

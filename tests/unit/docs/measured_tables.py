@@ -62,7 +62,7 @@ class Table:
 
 def keys_of(column: Column) -> tuple[str, ...]:
     """What a cell shows: p50 / p99, or one number that is no percentile of the GPU's time."""
-    return (column.shown, "us_p99") if column.shown == "us_p50" else (column.shown,)
+    return (column.shown, "us_p99") if column.shown == "us_p50" and not column.median_only else (column.shown,)
 
 
 def formatted(value: float, scale: float = 1.0) -> str:
@@ -89,6 +89,10 @@ def written(table: Table) -> str:
 
 def tokens(cell: str) -> Mapping[str, object]:
     return {"tokens": int(cell)}
+
+
+def mean_rows(cell: str) -> Mapping[str, object]:
+    return {"rows": int(cell)}
 
 
 def sms(cell: str) -> Mapping[str, object]:
@@ -291,6 +295,22 @@ def layer_parts(first: str, file: str, run: str, counts: tuple[int, ...]) -> Tab
     return Table("evidence/layer.md", first, columns, operation)
 
 
+MODELS, PRODUCTS = "layer_models_h100x2", "layer_products_h100x2"
+
+
+def two_commits(first: str, columns: Mapping[str, tuple[str, str | tuple[str, ...], int]]) -> Table:
+    """Parts of layers whose columns name their commit: by column the file, the runs, and the tokens."""
+    shown = {name: Column(file, runs, {"tokens": count, "l2": "cold"}) for name, (file, runs, count) in columns.items()}
+    return Table("evidence/layer.md", first, shown, operation)
+
+
+def products(first: str, columns: Mapping[str, tuple[str, str]]) -> Table:
+    """Medians over rows of an expert, uniform routing: by column the operation and the system."""
+    keys = {name: {"op": op, "backend": system} for name, (op, system) in columns.items()}
+    shown = {name: Column("bench_products_h100", "burj", keys[name], median_only=True) for name in columns}
+    return Table("products.md", first, shown, mean_rows)
+
+
 PERFORMANCE, COMPARISON, SCALING = "evidence/performance.md", "evidence/comparison.md", "evidence/scaling.md"
 TABLES = [
     performance(PERFORMANCE, "tokens, 2× H200", "bench_exchange_h200x2", "csun"),
@@ -330,6 +350,55 @@ TABLES = [
             "priority": ("dispatch", "wiii", {}),
             "`carveout`": ("dispatch", "aeei", {"case keep_off": "carveout"}),
             "`green_context`": ("dispatch", "aeei", {"case keep_off": "green_context"}),
+        },
+    ),
+    two_commits(
+        "forward on two H100",
+        {
+            "gpt-oss `2bd4ba3`": (MODELS, "mgyt", 4096),
+            "gpt-oss `c843c26`": (MODELS, "hynx", 4096),
+            "Qwen3 `2bd4ba3`": (MODELS, "pwls", 4096),
+            "Qwen3 `c843c26`": (MODELS, "zczj", 4096),
+            "DeepSeek-V3 `2bd4ba3`": (PRODUCTS, ("lbtr", "gwww"), 4096),
+            "DeepSeek-V3 `96bc87d`": (PRODUCTS, ("ajbz", "yojt"), 4096),
+        },
+    ),
+    two_commits(
+        "with gradients on two H100",
+        {
+            "gpt-oss `2bd4ba3`": (MODELS, "ewjr", 4096),
+            "gpt-oss `c843c26`": (MODELS, "mope", 4096),
+            "DeepSeek-V3 `2bd4ba3`": (PRODUCTS, "eiyg", 4096),
+            "DeepSeek-V3 `96bc87d`": (PRODUCTS, "ajxs", 4096),
+        },
+    ),
+    two_commits(
+        "DeepSeek-V3, 8 bits, tokens",
+        {
+            f"{count}, {bits} bits `{commit}`": (MODELS, run, count)
+            for count in (4096, 128, 1)
+            for bits, commit, run in ((16, "2bd4ba3", "eqxm"), (8, "c843c26", "uwmy"))
+        },
+    ),
+    products(
+        "rows of an expert, on average",
+        {
+            "raymoe": ("up", "raymoe"),
+            "grouped_mm": ("up", "grouped_mm"),
+            "dense": ("up", "dense"),
+            "copy": ("up", "copy"),
+            "raymoe, 8 bits": ("up", "raymoe_fp8"),
+        },
+    ),
+    products(
+        "mean rows",
+        {
+            "of `x`": ("dx", "raymoe"),
+            "`x`, grouped_mm": ("dx", "grouped_mm"),
+            "of `weight`": ("dw", "raymoe"),
+            "`weight`, grouped_mm": ("dw", "grouped_mm"),
+            "added to `main_grad`": ("dw", "added"),
+            "two passes": ("dw", "grouped_mm_added"),
         },
     ),
     # The archive.

@@ -12,6 +12,7 @@ import numpy
 import torch.distributed as dist
 
 import raymoe.moe
+from raymoe.exchange.spec import ExchangeSpec
 from raymoe.memory.world import World
 from raymoe.moe.experts import SWIGLU
 from raymoe.moe.layer import BlockOptions
@@ -36,6 +37,19 @@ def test_the_blocks_run_on_two_cpu_ranks(pool: RankPool, tmp_path: Path) -> None
         assert "tensor(nan)" not in printed and printed.count("tensor(") == 3
     for rank in range(2):
         assert numpy.load(tmp_path / f"ids-{rank}.npy").shape[:2] == (4, 100)
+
+
+def test_the_bytes_kept_in_the_shape_of_deepseek_v3_are_those_of_the_formula() -> None:
+    section = " ".join(PAGE.read_text().partition("## Memory for the backward pass")[2].split())
+    H, F, T, K = 7168, 2048, 4096, 8
+    rows = ExchangeSpec(tokens=T, hidden=H, experts=128, topk=K).rows(1)
+    of_rows = [rows * (factor * F + 4) for factor in (6, 4)]
+    kept, whole = ([(each + more) / 2**20 for each in of_rows] for more in (2 * H * T, 2 * H * (rows + T)))
+    assert f"`nothing` | {6} F + 4:" in section and f"`activation` | {4} F + 4:" in section
+    assert (
+        f"has {rows} rows at worst. It keeps {kept[0]:.0f} MiB with `nothing` and {kept[1]:.0f} with `activation`; "
+        f"with `keeps_rows` it would be {whole[0]:.0f} and {whole[1]:.0f}."
+    ) in section
 
 
 def arguments(parameters: list[inspect.Parameter]) -> list[tuple[str, bool, object]]:

@@ -7,13 +7,14 @@ import re
 from bisect import bisect_left
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import pytest
 
 from raymoe.report.measures import measured_link_gbps
 from tests.python_path import REPOSITORY
-from tests.unit.docs.derived_tables import ray_tensors_ms
+from tests.unit.docs.derived_tables import layers_before_and_after, product_time, ray_tensors_ms
 from tests.unit.docs.measured_tables import DOCS
 from tests.unit.docs.raw_lines import BENCHMARKS, Column
 
@@ -49,6 +50,38 @@ def _small_tensors() -> list[float]:
     """Milliseconds between two Ray actors, of sizes at which Ray's own work dominates."""
     sizes = (4 << 10, 1 << 20, 16 << 20, 64 << 20, 256 << 20)
     return [ray_tensors_ms(way, size) for way in ("raymoe", "raymoe_in_pool", "ray_nccl") for size in sizes]
+
+
+ROWS = (1, 8, 64, 128, 256, 512, 1024, 4096)
+"""Of the table in docs/products.md."""
+
+
+def _uniform(op: str, system: str, rows: int) -> float:
+    return product_time("uniform", op, system, rows)
+
+
+def _equal(op: str, rows: int) -> float:
+    """What a product takes in times of grouped_mm, where every expert has as many rows."""
+    return product_time("equal", op, "raymoe", rows) / product_time("equal", op, "grouped_mm", rows)
+
+
+def _of_copy(rows: int) -> float:
+    """The share in percent of a product's time in which its weights' bytes come at the speed of a copy."""
+    return 100 * _uniform("up", "copy", rows) / _uniform("up", "raymoe", rows)
+
+
+def _with_swiglu(swiglu: str, product: str) -> float:
+    """What SwiGLU adds in percent, where it adds most."""
+    return max(100 * (_uniform("up_swiglu", swiglu, rows) / _uniform("up", product, rows) - 1) for rows in ROWS)
+
+
+def _layer(name: str) -> float:
+    """The ratio of a row in the table of layers before and after."""
+    return float(next(row[3] for row in layers_before_and_after() if row[0] == name))
+
+
+def _eight(rows: int, beside: str) -> float:
+    return _uniform("up", "raymoe_fp8", rows) / _uniform("up", beside, rows)
 
 
 @dataclass(frozen=True)
@@ -106,6 +139,91 @@ CLAIMS = [
         "to the host and back, a GiB takes # ms",
         (lambda: ray_tensors_ms("object_store", GIB),),
     ),
+    Claim(
+        "docs/products.md",
+        "takes # of what it took with torch's products in the shape of DeepSeek-V3, # in that of Qwen3-235B "
+        "and # in that of gpt-oss-120b. With gradients the first takes #, and the last #. "
+        "8-bit experts make it # in the shape of DeepSeek-V3, and # with 128 tokens",
+        tuple(
+            partial(_layer, name)
+            for name in (
+                "DeepSeek-V3, 4096",
+                "Qwen3-235B, 4096",
+                "gpt-oss-120b, 4096",
+                "DeepSeek-V3, 4096 with gradients",
+                "gpt-oss-120b, 4096 with gradients",
+                "DeepSeek-V3 in 8 bits, 4096",
+                "DeepSeek-V3 in 8 bits, 128",
+            )
+        ),
+    ),
+    Claim(
+        "docs/products.md",
+        "From 8 to 64 rows memory bounds the product: a copy of as many bytes takes # to # %",
+        (lambda: min(map(_of_copy, (8, 64))), lambda: max(map(_of_copy, (8, 64)))),
+    ),
+    Claim(
+        "docs/products.md",
+        "SwiGLU in the same kernel costs at most # % at any of these numbers of rows. "
+        "8-bit results of it cost at most # %",
+        (lambda: _with_swiglu("raymoe", "raymoe"), lambda: _with_swiglu("raymoe_fp8_quantised", "raymoe_fp8")),
+    ),
+    Claim(
+        "docs/products.md",
+        "of 1024 rows beside 63 of 4: #, grouped_mm #. All experts with 272 rows: # and #.",
+        (
+            lambda: product_time("hot", "up", "raymoe", 1024),
+            lambda: product_time("hot", "up", "grouped_mm", 1024),
+            lambda: product_time("equal", "up", "raymoe", 272),
+            lambda: product_time("equal", "up", "grouped_mm", 272),
+        ),
+    ),
+    Claim(
+        "docs/products.md",
+        "8 bits take # of the time at 8 rows and # at 64, where memory bounds. "
+        "At 512, 1024 and 4096 rows they take #, # and # of `dense`",
+        (
+            lambda: _eight(8, "raymoe"),
+            lambda: _eight(64, "raymoe"),
+            lambda: _eight(512, "dense"),
+            lambda: _eight(1024, "dense"),
+            lambda: _eight(4096, "dense"),
+        ),
+    ),
+    Claim(
+        "docs/products.md",
+        "Gradients of weights are # times as fast as `grouped_mm` at 256 rows and # at 1024",
+        (
+            lambda: _uniform("dw", "grouped_mm", 256) / _uniform("dw", "raymoe", 256),
+            lambda: _uniform("dw", "grouped_mm", 1024) / _uniform("dw", "raymoe", 1024),
+        ),
+    ),
+    Claim(
+        "docs/products.md",
+        "Gradients of `x` at 4096 rows take # of its time",
+        (lambda: _uniform("dx", "raymoe", 4096) / _uniform("dx", "grouped_mm", 4096),),
+    ),
+    Claim(
+        "docs/products.md",
+        "Sums in `main_grad` take # of two passes at 1024 rows, and # of the gradient alone",
+        (
+            lambda: _uniform("dw", "added", 1024) / _uniform("dw", "grouped_mm_added", 1024),
+            lambda: _uniform("dw", "added", 1024) / _uniform("dw", "raymoe", 1024),
+        ),
+    ),
+    Claim(
+        "docs/products.md",
+        "take # to # of the time of grouped_mm, except `down` with 256, which takes #. "
+        "Gradients of `x` take #, # and # of its time there",
+        (
+            lambda: min(_equal("down", 512), *(_equal("up", rows) for rows in (256, 512, 1024))),
+            lambda: max(_equal(op, rows) for op in ("up", "down") for rows in (256, 512, 1024)),
+            lambda: _equal("down", 256),
+            lambda: _equal("dx", 256),
+            lambda: _equal("dx", 512),
+            lambda: _equal("dx", 1024),
+        ),
+    ),
     Claim("docs/evidence/domains.md", "its own rows back at # GB/s", (_mirror,)),
 ]
 
@@ -160,6 +278,11 @@ def test_a_number_without_a_claim_would_be_found(text: str) -> None:
 
 EXPERIMENTS = sorted((DOCS / "evidence" / "experiments").glob("*.md"))
 UNKEPT = {
+    "products.md": (
+        {"2561", "2733", "3033", "2678", "1486", "1431", "1589", "1471", "782"}
+        | {"2815", "3199", "3375", "1848", "1249", "1758", "1741", "970"},
+        "no raw lines of DeepGEMM are kept",
+    ),
     "backends.md": ({"6598", "3600", "7379"}, "no raw lines of *before* are kept"),
     "router_logits.md": ({"16.9", "41.3", "827", "28.3", "29.5", "121"}, "sums of two lines"),
 }

@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 
 from raymoe.cuda.jit import KernelSource
+from raymoe.exchange.backend import EntryPlaces
 from raymoe.moe.expert_kernels import (
     ActivationForm,
     AddExpertBias,
@@ -15,6 +16,7 @@ from raymoe.moe.expert_kernels import (
     WeighGradients,
     new_sums,
 )
+from raymoe.moe.kept_rows import KeptRowsCopy
 
 ROWS, FFN, EXPERTS = 4096, 2880, 16
 GPT_OSS = ActivationForm(interleaved=True, alpha=1.702, limit=7.0, up_plus=1.0)
@@ -42,4 +44,9 @@ def expert_rows_sources() -> list[KernelSource]:
         dy = tensor(ROWS, FFN, dtype=dtype)
         calls.append(WeighGradients(dy, dy, weights, weights, Places(offsets)).kernel_call())
     calls.append(WeighGradients(rows, None, weights, None, Places(offsets)).kernel_call())
+    pairs = tensor(2, 128, 8, 2, dtype=torch.int32)
+    entries = EntryPlaces(pairs[..., 0], tensor(2, dtype=torch.int32))
+    others = tensor(128, FFN)
+    for again in (False, True):
+        calls.append(KeptRowsCopy(entries, 0, others, others, rows, places, 16, again).kernel_call())
     return [call.source for call in calls]

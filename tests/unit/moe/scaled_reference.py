@@ -18,15 +18,18 @@ SCALED = ["gate_up_proj", "gate_up_proj_scale_inv", "down_proj", "down_proj_scal
 def wanted(layer: MoELayer, weights: dict[str, Tensor], x: Tensor) -> Tensor:
     """Return the output of a layer with norm, shared expert and residual. `weights` has the experts of all ranks.
 
-    Rows between the products are quantised too. The layer itself chooses experts.
+    Rows between the products are quantised too. The layer itself chooses experts, and
+    its shared expert has the weights of its own.
     """
     rows, x = x.dtype, x.double()
     h = x * (x.square().mean(dim=-1, keepdim=True) + EPS).rsqrt()
     h = h.to(rows).double()  # as the router, the shared expert and the exchange get it
     routed = layer.gate(layer.norm(x.to(rows)))
-    gate, up = (h @ layer.shared_experts.gate_up_proj.double().T).chunk(2, dim=-1)
-    y = x + (gate * gate.sigmoid() * up) @ layer.shared_experts.down_proj.double().T
     biased, scaled = layer.experts.activation == GPT_OSS, dequantise(*quantise(h.to(rows))).double()
+    shared = [getattr(layer.shared_experts, name) for name in SCALED]
+    gate_up, down = (dequantise_weight(*shared[at : at + 2]).double() for at in (0, 2))
+    gate, up = (scaled @ gate_up.T).chunk(2, dim=-1)
+    y = x + dequantise(*quantise((gate * gate.sigmoid() * up).float())).double() @ down.T
     for expert in range(len(layer.gate.weight)):
         token, choice = (routed.topk_idx == expert).nonzero(as_tuple=True)
         up_proj, down = (dequantise_weight(*(weights[name][expert] for name in SCALED[at : at + 2])) for at in (0, 2))

@@ -194,9 +194,12 @@ def test_operators_pass_opcheck(biased: bool, weighted: bool) -> None:
         each.requires_grad_()
     places = groups.offsets, groups.counts
     added = bias if biased else None, weights if weighted else None
-    torch.library.opcheck(ops.grouped_linear, (x, weight, *places, *added, False, True, False, None))
+    kept = *(None,) * 4, []
+    torch.library.opcheck(ops.grouped_linear, (x, weight, *places, *added, False, True, False, None, *kept))
     for form in ((False, 1.0, torch.inf, 0.0), (True, 1.702, 7.0, 1.0)):
-        torch.library.opcheck(ops.grouped_gated, (x, weight, *places, *added, *form, False, True, True, False, None))
+        torch.library.opcheck(
+            ops.grouped_gated, (x, weight, *places, *added, *form, False, True, True, False, None, *kept)
+        )
     torch.library.opcheck(ops.grouped_product, (x, weight, *places))
     torch.library.opcheck(ops.grouped_outer, (x.detach()[:, :6].contiguous(), x.detach(), *places))
 

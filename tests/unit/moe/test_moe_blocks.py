@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 from transformers import DeepseekV3Config, GptOssConfig, MixtralConfig, OlmoeConfig, Qwen3MoeConfig
-from transformers.integrations.finegrained_fp8 import FP8Experts
+from transformers.integrations.finegrained_fp8 import FP8Experts, FP8Linear
 from transformers.models.deepseek_v3.modeling_deepseek_v3 import DeepseekV3MoE
 from transformers.models.gpt_oss.modeling_gpt_oss import GptOssMLP
 from transformers.models.mixtral.modeling_mixtral import MixtralSparseMoeBlock, load_balancing_loss_func
@@ -190,6 +190,8 @@ def test_the_experts_of_a_block_become_8_bit_ones(family: str) -> None:
             quantised = quantise_experts(wide.experts)
             for name, parameter in layer.experts.named_parameters():
                 assert_same_bits(parameter, getattr(quantised, name))
+            if family == "deepseek_v3":
+                assert layer.shared_experts.down_proj.dtype == torch.float8_e4m3fn
             y, want = (made(x.to(dtype)) for made in (layer, wide))
             if family == "gpt_oss":
                 y, want = y[0], want[0]
@@ -214,7 +216,20 @@ def scaled_block(family: str) -> Any:
             own.copy_(values)
             getattr(experts, f"{name}_scale_inv").copy_(scales)
     block.experts = experts
+    if family == "deepseek_v3":
+        for name, linear in list(block.shared_experts.named_children()):
+            if isinstance(linear, torch.nn.Linear):
+                setattr(block.shared_experts, name, scaled_linear(linear))
     return block
+
+
+@torch.no_grad()
+def scaled_linear(wide: torch.nn.Linear) -> FP8Linear:
+    linear = FP8Linear(wide.in_features, wide.out_features, block_size=(128, 128))
+    values, scales = quantise_weight(wide.weight)
+    linear.weight.copy_(values)
+    linear.weight_scale_inv.copy_(scales)
+    return linear
 
 
 @pytest.mark.parametrize("family", ["mixtral", "deepseek_v3"])
@@ -231,6 +246,13 @@ def test_a_block_with_8_bit_experts_keeps_their_values(family: str) -> None:
         count = len(block.experts.down_proj) // 2
         for name, parameter in layer.experts.named_parameters():
             assert_same_bits(parameter, getattr(block.experts, name)[world.rank * count :][:count].detach())
+        if family == "deepseek_v3":
+            shared, own = block.shared_experts, layer.shared_experts
+            ffn = shared.gate_proj.out_features
+            assert_same_bits(own.gate_up_proj[:ffn], shared.gate_proj.weight.detach())
+            assert_same_bits(own.gate_up_proj[128:][:ffn], shared.up_proj.weight.detach())
+            assert_same_bits(own.down_proj[:, :ffn], shared.down_proj.weight.detach())
+            assert_same_bits(own.down_proj_scale_inv, shared.down_proj.weight_scale_inv.detach())
         with torch.no_grad():
             y = layer(x)
             close("y", y, wide(x).double(), 0.1)
@@ -240,8 +262,13 @@ def test_a_block_with_8_bit_experts_keeps_their_values(family: str) -> None:
         assert torch.is_tensor(y), y
     with pytest.raises(ConfigError, match="weights cannot be cast with 8-bit experts"):
         MoELayer.from_block(block, worlds[0], tokens=10, weights="bfloat16")
+    if family == "deepseek_v3":
+        wide.shared_experts = block.shared_experts
+        with pytest.raises(ConfigError, match="weights cannot be cast with 8-bit experts"):
+            MoELayer.from_block(wide, worlds[0], tokens=10, weights="float32")
     close_worlds(worlds)
-    block.experts.activation_scheme = "static"
+    part = block.shared_experts.gate_proj if family == "deepseek_v3" else block.experts
+    part.activation_scheme = "static"
     with wired(1)[0] as world, pytest.raises(ConfigError, match="experts with static scales of rows"):
         MoELayer.from_block(block, world, tokens=10)
 

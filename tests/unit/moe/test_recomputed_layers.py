@@ -173,8 +173,7 @@ def test_a_layer_keeps_the_bytes_that_its_page_says(
         x = drawn(T, H, seed=5).requires_grad_()
         kept = kept_by(lambda x=x: layer.apply_experts(x, ids, weights))
         found = sum(tensor.untyped_storage().nbytes() for at, tensor in kept.items() if at not in own)
-        of_rows = C * (2 * H + 2 * columns + 4)
-        of_tokens = T * 8 * K + (T * (2 * H + 6 * shared) if shared else 0)
+        of_rows, of_tokens = C * (2 * columns + 4), T * (2 * H + 8 * K + 6 * shared)
         assert found == of_rows + of_tokens + 4 * (words + 2 * L + 1), [list(each.shape) for each in kept.values()]
 
 

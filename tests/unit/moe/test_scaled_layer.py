@@ -15,21 +15,25 @@ from torch import Tensor, nn
 
 from raymoe.errors import ConfigError
 from raymoe.exchange.spec import ExchangeSpec
-from raymoe.fp8 import quantise, quantise_weight
+from raymoe.fp8 import quantise_weight
 from raymoe.memory.world import World
 from raymoe.moe import (
     LayerForm,
     MoELayer,
     RouterForm,
+    expert_parameters,
     let_sleep,
     load_quantised_experts,
+    load_quantised_shared,
     offer_weights,
     plan_placement,
     quantise_experts,
+    quantise_shared,
 )
 from raymoe.moe.experts import GPT_OSS, SWIGLU, Activation, local
 from raymoe.moe.families import Parts
 from raymoe.moe.scaled_layer import scaled_spec
+from raymoe.rows.quantised_rows import quantise_rows
 from tests.unit.memory.test_world_of import groups
 from tests.unit.moe.bits import assert_same_bits, same_bits
 from tests.unit.moe.scaled_reference import EPS, SCALED, error_of, wanted
@@ -110,14 +114,18 @@ def test_the_comparison_sees_one_wrong_scale_of_each_kind(world: World) -> None:
         assert error_of(layer(x), want) > BOUND, name
         for expert in range(E):
             scales[expert, 0, -1] /= 2
-    real = quantise
+        shared = getattr(layer.shared_experts, name)
+        shared[0, -1] *= 2
+        assert error_of(layer(x), want) > BOUND, f"shared {name}"
+        shared[0, -1] /= 2
+    real = quantise_rows
 
     def wrong(rows: Tensor) -> tuple[Tensor, Tensor]:
         values, scales = real(rows)
         scales[:, 1] *= 1.5
         return values, scales
 
-    with mock.patch("raymoe.moe.quantised_experts.quantise", wrong):
+    with mock.patch("raymoe.moe.quantised_experts.quantise_rows", wrong):
         assert error_of(layer(x), want) > BOUND
 
 
@@ -125,7 +133,8 @@ def test_the_comparison_sees_one_wrong_scale_of_each_kind(world: World) -> None:
 def test_parts_with_8_bit_experts_make_the_same_layer(world: World) -> None:
     layer, x = MoELayer(world, SPEC, FORM, seed=3), rows(0)
     wide = MoELayer(world, SPEC, replace(FORM, experts_dtype=None), seed=3)
-    parts = Parts(wide.gate, quantise_experts(wide.experts), wide.shared_experts, norm=wide.norm, residual=True)
+    parts = Parts(wide.gate, wide.experts, wide.shared_experts, norm=wide.norm, residual=True)
+    parts.quantise()
     assert_same_bits(MoELayer(world, SPEC, parts)(x), layer(x))
     near = wide(x)
     assert 0 < error_of(layer(x), near.double()) < 0.1, "8 bits cost some digits and no more"
@@ -151,13 +160,17 @@ def test_weights_are_drawn_on_meta_and_filled_later(world: World) -> None:
     for name, each in held.items():
         assert_same_bits(each, whole[name])
         assert not each.requires_grad
+    wide = MoELayer(world, SPEC, replace(FORM, experts_dtype=None), seed=3)
+    for name, each in quantise_shared(wide.shared_experts).named_parameters():
+        assert_same_bits(getattr(layer.shared_experts, name), each)
     assert held["gate_up_proj"].shape == (E, 2 * 256, H) and held["gate_up_proj"].dtype == torch.float8_e4m3fn
 
 
 def test_a_state_dict_has_values_and_scales(world: World) -> None:
     layer, other = (MoELayer(world, SPEC, FORM, seed=seed) for seed in (1, 2))
     state = layer.state_dict()
-    assert {f"experts.{name}" for name in SCALED} <= set(state)
+    assert {f"{part}.{name}" for part in ("experts", "shared_experts") for name in SCALED} <= set(state)
+    assert state["shared_experts.down_proj"].dtype == torch.float8_e4m3fn
     other.load_state_dict(state)
     with torch.no_grad():
         assert_same_bits(other(rows(0)), layer(rows(0)))
@@ -185,6 +198,29 @@ def test_a_checkpoint_of_shards_has_the_experts_of_both_ranks(groups: Callable[.
     assert groups(2, restored, str(tmp_path / "saved")) == [[True] * 2] * 2
 
 
+@torch.no_grad()
+def spread_by_fsdp(_rank: int) -> bool:
+    """Let FSDP spread all but the experts of a layer on meta, and draw its weights then."""
+    from torch.distributed.fsdp import fully_shard
+
+    with World.of() as world:
+        whole = MoELayer(world, SPEC, FORM, seed=3)
+        with torch.device("meta"):
+            layer = MoELayer(world, SPEC, FORM, seed=3)
+        model = nn.Sequential(layer)
+        fully_shard(model, ignored_params=set(expert_parameters(model).values()))
+        model.to_empty(device="cpu")
+        layer.reset_parameters()
+        assert hasattr(layer.shared_experts.down_proj, "to_local")
+        x = rows(world.rank)
+        return same_bits(model(x), whole(x))
+
+
+@pytest.mark.thorough
+def test_fsdp_spreads_the_shared_expert(groups: Callable[..., list[Any]]) -> None:
+    assert groups(2, spread_by_fsdp) == [True, True]
+
+
 def live(world: World, whole: dict[str, Tensor]) -> list[bool]:
     """Load the experts of seed 2 into a layer of seed 1, from all ranks' and as another world offers them."""
     with torch.no_grad():
@@ -200,6 +236,48 @@ def live(world: World, whole: dict[str, Tensor]) -> list[bool]:
 
 def test_live_weights_are_values_and_scales(pool: RankPool) -> None:
     assert pool.run(2, live, whole_weights(2)) == [[True, True]] * 2
+
+
+@torch.no_grad()
+def test_a_shared_expert_takes_any_number_of_rows(world: World) -> None:
+    layer, x = MoELayer(world, SPEC, FORM, seed=3), rows(0)
+    want = layer.shared_experts(x)
+    assert want.dtype == x.dtype
+    for count in (0, 1, 5):
+        assert_same_bits(layer.shared_experts(x[:count]), want[:count])
+    with pytest.raises(ConfigError, match=r"experts of torch.float8_e4m3fn was to become torch.float16"):
+        layer.shared_experts.half()
+
+
+def test_a_shared_expert_of_a_checkpoint_is_loaded(world: World) -> None:
+    layer, other = (MoELayer(world, SPEC, FORM, seed=seed) for seed in (1, 2))
+    wide = MoELayer(world, SPEC, replace(FORM, experts_dtype=None), seed=2).shared_experts
+    gate, up = wide.gate_up_proj.detach().chunk(2)
+    tensors: dict[str, Tensor] = {}
+    for name, weight in {"w1": gate, "w3": up, "w2": wide.down_proj.detach()}.items():
+        values, scales = quantise_weight(weight)
+        tensors |= {f"mlp.shared.{name}.weight": values, f"mlp.shared.{name}.scale": scales}
+    loaded = load_quantised_shared(tensors, "mlp.shared")
+    layer.load({f"shared_experts.{name}": each for name, each in loaded.named_parameters()}, partial=True)
+    for name, each in layer.shared_experts.named_parameters():
+        assert_same_bits(each, getattr(other.shared_experts, name))
+    with pytest.raises(ConfigError, match=r"no tensor is below 'mlp\.other'; the prefix"):
+        load_quantised_shared(tensors, "mlp.other")
+
+
+@pytest.mark.parametrize(
+    ("mlp", "message"),
+    [
+        (nn.Sequential(nn.Linear(8, 8)), "a shared expert with the parameters 0.weight, 0.bias; gate_proj, up_proj"),
+        (
+            nn.ModuleDict({name: nn.Linear(8, 8) for name in ("gate_proj", "up_proj", "down_proj")}),
+            "a shared expert with activation SiLU or with biases",
+        ),
+    ],
+)
+def test_other_shared_experts_are_refused(mlp: nn.Module, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        quantise_shared(mlp)
 
 
 def test_experts_of_a_checkpoint_are_loaded(world: World) -> None:

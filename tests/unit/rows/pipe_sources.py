@@ -8,8 +8,10 @@ from raymoe.cuda.jit import KernelSource
 from raymoe.rows.elementwise_kernels import Pointwise, Swiglu, SwigluBackward, new_piece_sums
 from raymoe.rows.norm_kernels import LayerNorm, LayerNormBackward, RmsNorm, RmsNormBackward
 from raymoe.rows.pipe_shape import Limits, Loading
+from raymoe.rows.quantised_rows import Quantise
 
 ROWS, FEW = 4096, 128
+E4M3, F32 = torch.float8_e4m3fn, torch.float32
 PIPED, IN_TURN, PLAIN, ROW = (Limits(loading=each) for each in ("PIPED", "IN_TURN", "PLAIN", "ROW"))
 
 
@@ -45,6 +47,11 @@ def pieces(
         SwigluBackward(out, gate_up, gate_up).kernel_call(limits).source,
         Pointwise(code, [out, *vectors], out).kernel_call(limits).source,
     )
+
+
+def quantising(dtype: torch.dtype = torch.bfloat16, limits: Limits = PIPED, hidden: int = 7168) -> KernelSource:
+    values, scales = (tensor(ROWS, size, dtype=kind) for size, kind in ((hidden, E4M3), (-(-hidden // 128), F32)))
+    return Quantise(tensor(ROWS, hidden, dtype=dtype), values, scales).kernel_call(limits).source
 
 
 def weighted_pieces(
@@ -98,6 +105,8 @@ def pipe_sources() -> list[KernelSource]:
                 pieces(fp8=True)[0],
                 *pieces(torch.float32, fp8=True)[::2],
                 pieces(torch.float16, limits=PLAIN)[1],
+                quantising(),
+                quantising(torch.float32, PLAIN),
                 *weighted_pieces(),
                 *weighted_pieces(torch.float32, PIPED),
                 weighted_pieces(limits=Limits(stages=2))[1],

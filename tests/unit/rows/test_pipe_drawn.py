@@ -44,6 +44,7 @@ def draw(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
     end = draws.choice([None, None, 0, rows // 2, rows])
     piece = pieces.Case(rows, hidden, dtype, limits, fp8, gap, end)
     pieces.test_swiglu_equals_float64(piece)
+    pieces.judge_quantised(piece)
     pieces.judge_gradient(piece)
     pieces.judge_weighted_gradients(piece)
     monkeypatch.setattr(pipe_shape, "GRADIENT_BUDGET", draws.choice([16, 96, 256]))

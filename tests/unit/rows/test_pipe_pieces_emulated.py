@@ -9,16 +9,18 @@ import pytest
 import torch
 
 from raymoe.errors import ConfigError
+from raymoe.fp8 import quantise
 from raymoe.rows import pipe_shape
 from raymoe.rows.elementwise_kernels import Pointwise, Swiglu, SwigluBackward, new_piece_sums
 from raymoe.rows.expression import parse
 from raymoe.rows.operators import code, evaluate
 from raymoe.rows.pipe_shape import Limits
+from raymoe.rows.quantised_rows import Quantise
 from tests.emulator.build import Change
 from tests.emulator.machine import EmulatorError
 from tests.unit.rows.emulated_pipe import SENTINEL, Strided, close, filled, judge_fp8, run_call, scales_for, tensors_of
 
-BF16, F16, F32 = torch.bfloat16, torch.float16, torch.float32
+BF16, F16, F32, E4M3 = torch.bfloat16, torch.float16, torch.float32, torch.float8_e4m3fn
 PIPED = Limits(loading="PIPED")
 
 
@@ -85,6 +87,28 @@ def test_swiglu_equals_float64(case: Case) -> None:
     else:
         close(out.matrix[:there], want)
     assert bool((out.whole[there:] == SENTINEL).all()), "a row after the last expert's was written"
+    out.check_gaps()
+
+
+QUANTISED = ("one stage, fp8", "fp8 by rows", "fp8 by columns, short rows", "plain, fp8", "short rows apart, float16")
+
+
+@pytest.mark.parametrize("name", (*QUANTISED, "float32, one stage"))
+def test_quantised_rows_have_the_bits_of_the_formula(name: str) -> None:
+    judge_quantised(CASES[name])
+
+
+def judge_quantised(case: Case) -> None:
+    x, out = filled(case.rows, case.ffn, case.dtype, case.gap), Strided.empty(case.rows, case.ffn, E4M3, case.gap)
+    for row, special in zip(x.matrix[1::2], (torch.inf, 0.0, torch.nan, 1e-30), strict=False):
+        row[3:7], row[-1] = special, -special
+    x.matrix[-1] = 0
+    scales = scales_for(case.rows, case.ffn, case.fp8 or "row")
+    kernel = Quantise(x.matrix, out.matrix, scales)
+    run_call(kernel.kernel_call(case.limits), tensors_of(kernel))
+    values, want = quantise(x.matrix)
+    assert torch.equal(scales, want)
+    torch.testing.assert_close(out.matrix.float(), values.float(), rtol=0, atol=0, equal_nan=True)
     out.check_gaps()
 
 

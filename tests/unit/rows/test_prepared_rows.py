@@ -26,6 +26,7 @@ from raymoe.rows.pipe_shape import (
     row_breaks,
     row_shape,
 )
+from raymoe.rows.quantised_rows import Quantise
 from raymoe.rows.row_launch import KernelCall
 from tests.unit.rows.rows_driver import Counters, Enqueued, RowsDriver
 
@@ -136,6 +137,12 @@ def swiglu_fp8(draw: Draw) -> Made:
     return lambda: call.launch(draw.limits), [call.kernel_call(draw.limits)]
 
 
+def quantise(draw: Draw) -> Made:
+    values, scales = draw.matrix(dtype=torch.float8_e4m3fn, gap=0), draw.scales("column")
+    call = Quantise(draw.matrix(), values, scales)
+    return lambda: call.launch(draw.limits), [call.kernel_call(draw.limits)]
+
+
 def swiglu_backward(draw: Draw) -> Made:
     offsets = torch.zeros(9, dtype=torch.int32) if draw.more else None
     gate_up, weights, sums = draw.matrix(2 * draw.hidden), None, None
@@ -179,7 +186,7 @@ def router_sums(draw: Draw) -> Made:
 
 FUNCTIONS: list[Callable[[Draw], Made]] = [
     *(rms_norm, add_rms_norm, rms_norm_fp8, layer_norm, rms_norm_backward, layer_norm_backward, swiglu, swiglu_fp8),
-    *(swiglu_backward, pointwise, route, route_backward, router_sums),
+    *(swiglu_backward, quantise, pointwise, route, route_backward, router_sums),
 ]
 UNLIMITED = (route, route_backward, router_sums)
 """They take no number of SMs."""

@@ -162,7 +162,8 @@ def scaled_wrongly(world: World, given: dict[str, Any], name: str, factor: float
     def spoilt(*args: Any, **options: Any) -> Any:
         layer = real(*args, **options)
         with torch.no_grad():
-            getattr(layer.experts, name)[:, 0, 0] *= factor
+            part, _, name_of_scale = name.rpartition(".")
+            getattr(layer.get_submodule(part), name_of_scale)[..., 0, 0] *= factor
         return layer
 
     with pytest.MonkeyPatch.context() as patched:
@@ -180,9 +181,9 @@ def test_8_bit_experts_are_verified_and_a_wrong_scale_is_found(
     given |= {"shape": given["shape"] | {"hidden": 256, "ffn": 200}, "exchange": {"layout": layout}}
     lines = run(pool, given)
     assert lines[0]["verified"] and lines[0]["max_error"] < 2e-2
-    for name in ("gate_up_proj_scale_inv", "down_proj_scale_inv"):
+    for name in ("experts.gate_up_proj_scale_inv", "experts.down_proj_scale_inv", "shared_experts.down_proj_scale_inv"):
         assert {type(error) for error in failures(pool, 2, scaled_wrongly, given, name, 2.0)} == {WrongResult}
-    pool.run(2, scaled_wrongly, given, "down_proj_scale_inv", 1.0)
+    pool.run(2, scaled_wrongly, given, "experts.down_proj_scale_inv", 1.0)
 
 
 def test_the_same_job_is_correct_without_a_fault(pool: RankPool) -> None:
