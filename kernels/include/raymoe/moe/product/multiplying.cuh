@@ -45,7 +45,8 @@ __device__ __forceinline__ ProductTile told_tile(const Memory& memory, u32 turn)
 
 // The same of a tile of more than COLUMN_TOKENS, tokens as rows.
 template <class Params>
-__device__ __forceinline__ void multiply_many(const Params& p, const Memory& memory, const ProductTile& tile, u32& turn);
+__device__ __forceinline__ void multiply_many_tokens(const Params& p, const Memory& memory, const ProductTile& tile,
+                                                     u32& turn);
 
 template <class Params>
 __device__ __forceinline__ void multiply_tiles(const Params& p, const Memory& memory) {
@@ -55,14 +56,13 @@ __device__ __forceinline__ void multiply_tiles(const Params& p, const Memory& me
         if (tile.rows == 0) {
             return;
         }
-        const u32 tokens = rounded_up(tile.stored, STEP);
         if constexpr (COLUMN_TOKENS < TOKENS) {
-            if (tokens > COLUMN_TOKENS) {
-                multiply_many(p, memory, tile, stage_turn);
+            if (tile.stored > COLUMN_TOKENS) {
+                multiply_many_tokens(p, memory, tile, stage_turn);
                 continue;
             }
         }
-        multiply_at_most<COLUMN_TOKENS>(p, memory, tile, tokens, stage_turn);
+        multiply_at_most<COLUMN_TOKENS>(p, memory, tile, rounded_up(tile.stored, STEP), stage_turn);
     }
 }
 

@@ -23,15 +23,20 @@ struct FourOutputs {
 // Which four of its 16 outputs a thread of the warp has after `by_token`.
 __device__ __forceinline__ u32 four_outputs() { return threadIdx.x % 2 * 8 + threadIdx.x % 4 / 2 * 4; }
 
+// Swaps pairs of outputs between neighbouring threads, so that each has four in a row of one eight. Before, a thread has
+// outputs 2 c and 2 c + 1 of two eights, c = lane % 4.
+__device__ __forceinline__ FourOutputs four_in_a_row(u32 low, u32 high) {
+    const bool odd = threadIdx.x % 2 != 0;
+    const u32 other = __shfl_xor_sync(0xFFFFFFFF, odd ? low : high, 1);
+    return odd ? FourOutputs{other, high} : FourOutputs{low, other};
+}
+
 // Turns 16 outputs of 8 tokens, as a warp has them in the sums of wgmma, into four outputs of token lane / 4 each.
 __device__ __forceinline__ FourOutputs by_token(const float (&sums)[4]) {
     // Before: two tokens of one output. After: outputs 2 c and 2 c + 1 of one token, c = lane % 4.
     const u32 low = ptx::transposed_8x8(packed(sums[0], sums[1]));
     const u32 high = ptx::transposed_8x8(packed(sums[2], sums[3]));
-    // Neighbouring threads swap halves, so that each has four outputs in a row.
-    const bool odd = threadIdx.x % 2 != 0;
-    const u32 other = __shfl_xor_sync(0xFFFFFFFF, odd ? low : high, 1);
-    return odd ? FourOutputs{other, high} : FourOutputs{low, other};
+    return four_in_a_row(low, high);
 }
 
 // The activation of a gate and its up product.

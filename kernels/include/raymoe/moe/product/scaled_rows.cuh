@@ -80,17 +80,13 @@ struct RowResults {
     // Stores 16 outputs of both tokens from the results of two eights, `eight` and the next.
     __device__ __forceinline__ void store(u32 half, u32 eight, const float (&of_first)[4],
                                           const float (&of_next)[4]) const {
-        const bool odd = threadIdx.x % 2 != 0;
 #pragma unroll
         for (u32 i = 0; i < 2; ++i) {
-            const u32 own = packed(of_first[2 * i], of_first[2 * i + 1]);
-            const u32 next = packed(of_next[2 * i], of_next[2 * i + 1]);
-            // Neighbouring threads swap, so that each has four outputs in a row of one eight.
-            const u32 other = __shfl_xor_sync(0xFFFFFFFF, odd ? own : next, 1);
-            const u64 four = odd ? other | static_cast<u64>(next) << 32 : own | static_cast<u64>(other) << 32;
+            const FourOutputs four = four_in_a_row(packed(of_first[2 * i], of_first[2 * i + 1]),
+                                                   packed(of_next[2 * i], of_next[2 * i + 1]));
             if (there[i] && has(half, eight)) {
                 const u32 output = tile.output + (GATED ? 0 : half * HALF_ROWS) + eight * 8 + four_outputs();
-                ptx::store_8(p.y + (row(i) * p.outputs + output) * 2, four);
+                ptx::store_8(p.y + (row(i) * p.outputs + output) * 2, four.packed());
             }
         }
     }
@@ -151,7 +147,6 @@ __device__ __forceinline__ void store_quantised_rows(const ScaledProductParams& 
             reach[i / 2] = fmaxf(reach[i / 2], size);
         }
     }
-    const bool odd = threadIdx.x % 2 != 0;
 #pragma unroll
     for (u32 i = 0; i < 2; ++i) {
         reach[i] = fmaxf(reach[i], __shfl_xor_sync(0xFFFFFFFF, reach[i], 1));
@@ -168,9 +163,7 @@ __device__ __forceinline__ void store_quantised_rows(const ScaledProductParams& 
             for (u32 j = 0; j < 4; ++j) {
                 scaled[j] = values[(eight + j / 2) * 4 + 2 * i + j % 2] * scaling.factor;
             }
-            const u32 own = ptx::to_e4m3x4(scaled);
-            const u32 other = __shfl_xor_sync(0xFFFFFFFF, odd ? own & 0xFFFF : own >> 16, 1);
-            const u32 bytes = odd ? other | (own & 0xFFFF0000) : (own & 0xFFFF) | other << 16;
+            const u32 bytes = four_bytes_in_a_row(ptx::to_e4m3x4(scaled));
             if (results.there[i] && results.has(0, eight)) {
                 const u32 output = results.tile.output + eight * 8 + four_outputs();
                 ptx::store_4(p.product.y + results.row(i) * p.product.outputs + output, bytes);
@@ -179,10 +172,9 @@ __device__ __forceinline__ void store_quantised_rows(const ScaledProductParams& 
     }
 }
 
-// Multiplies a tile of more than 64 tokens and stores its results. The multiplying warps call this.
-__device__ __forceinline__ void multiply_rows(const ScaledProductParams& p, const Memory& memory,
-                                              const ProductTile& tile, u32& turn) {
-    constexpr u32 PARTS = COLUMNS / 32;
+template <>
+__device__ __forceinline__ void multiply_many_tokens(const ScaledProductParams& p, const Memory& memory,
+                                                     const ProductTile& tile, u32& turn) {
     float sums[2][HALF_ROWS / 2], products[HALF_ROWS / 2];
 #pragma unroll
     for (u32 i = 0; i < HALF_ROWS / 2; ++i) {
@@ -197,14 +189,8 @@ __device__ __forceinline__ void multiply_rows(const ScaledProductParams& p, cons
         const RowFactors of_first(strip_of(memory, stage, 0)), of_second(strip_of(memory, stage, 1));
 #pragma unroll
         for (u32 half = 0; half < 2; ++half) {
-            const u64 rows = weights + half * (HALF_BYTES / 16);
             ptx::wgmma_fence();  // orders the registers of the products before the wgmma that replace them
-            ptx::wgmma_e4m3<HALF_ROWS, false>(products, tokens, rows);
-#pragma unroll
-            for (u32 part = 1; part < PARTS; ++part) {
-                ptx::wgmma_e4m3<HALF_ROWS, true>(products, tokens + part * NEXT_COLUMNS, rows + part * NEXT_COLUMNS);
-            }
-            ptx::wgmma_commit();
+            multiply_block<HALF_ROWS>(products, tokens, weights + half * (HALF_BYTES / 16));
             ptx::wgmma_wait<0>();
             ptx::sums_have_come(products);
             if constexpr (TURNS) {  // a strip for each 64 outputs
@@ -214,7 +200,7 @@ __device__ __forceinline__ void multiply_rows(const ScaledProductParams& p, cons
                 promote_rows<0, HALF_ROWS>(sums[half], products, half == 0 ? of_first : of_second);
             }
         }
-        __syncwarp();  // all threads of the warp have read the strips
+        __syncwarp();  // all threads of the warp have read their factors
         give_back(memory, turn);
     }
     const RowResults results(p.product, tile);
