@@ -18,8 +18,8 @@
 //     limits it. But scales of rows belong to columns of the sums then: each thread loads N / 4 factors from shared
 //     memory for a promotion.
 //   - With many rows shared memory limits the product: it gives 128 bytes a clock to wgmma, loads of factors and what
-//     comes from the L2 cache. With tokens as rows a thread needs two factors. So tiles of more than 64 tokens take them
-//     as rows (product/scaled_rows.cuh). They cost as much as 128, so an expert has full tiles, but for its last.
+//     comes from the L2 cache. With tokens as rows a thread needs two factors. So tiles of more than 64 tokens take
+//     them as rows (product/scaled_rows.cuh). They cost as much as 128, so an expert has full tiles, but for its last.
 //
 // Warps 9 to 11, which product.cu leaves idle, multiply scales of rows by the scale of the weights and write a strip of
 // factors beside each stage. They take stages in turn. They read each record of a tile, and their arrival is the second
@@ -37,8 +37,8 @@
 //
 // It is the same for a token among rows and among columns: wgmma adds the same products, and promotions are the same.
 //
-// With QUANTISED_RESULTS a tile has the 128 outputs of one scale. Where tokens are columns, the multiplying warps exchange
-// the largest magnitudes of their 16 outputs of each token in shared memory (product/quantised_results.cuh).
+// With QUANTISED_RESULTS a tile has the 128 outputs of one scale. Where tokens are columns, the multiplying warps
+// exchange the largest magnitudes of their 16 outputs of each token in shared memory (product/quantised_results.cuh).
 //
 // Dynamic shared memory: two strips for each stage; the maxima and the factors of a tile's results; up to a multiple of
 // 1024 bytes; then as in product.cu. raymoe/moe/product_fp8.py computes the same sum.

@@ -41,7 +41,7 @@ __device__ __forceinline__ ProductTile find_tile(const ProductParams& p, const M
     const u32 within = number - ptx::shared_load_4(memory.first_tile(expert));
     // Neighbouring tiles have the same weights, so that blocks which run at once read them from the L2 cache.
     const u32 output = within / tiles * OUTPUTS, token_tile = within % tiles, steps = rounded_up(rows, STEP) / STEP;
-    // Tiles of an expert are alike, or all full but for the last where a tile of many tokens costs as much as a full one.
+    // Tiles of an expert are alike. Where one of many tokens costs as much as a full one, all but the last are full.
     constexpr bool full = COLUMN_TOKENS < TOKENS;
     const u32 begin = full ? token_tile * TOKENS : token_tile * steps / tiles * STEP;
     const u32 end = full ? begin + TOKENS : (token_tile + 1) * steps / tiles * STEP;

@@ -13,8 +13,8 @@ __device__ __forceinline__ void give_back(const Memory& memory, u32 turn) {
     }
 }
 
-// Multiplies a tile of N tokens and stores its results, tokens as columns of wgmma. The multiplying warps call this. Each
-// kernel has its own.
+// Multiplies a tile of N tokens and stores its results, tokens as columns of wgmma. The multiplying warps call this.
+// Each kernel has its own.
 template <u32 N, class Params>
 __device__ __forceinline__ void multiply_tile(const Params& p, const Memory& memory, const ProductTile& tile,
                                               u32& turn);

@@ -60,8 +60,8 @@ constexpr u32 ROW_BYTES = 128, COLUMNS = ROW_BYTES / OPERAND_BYTES;  // of a sta
 constexpr u32 HALF_BYTES = HALF_ROWS * ROW_BYTES, WEIGHT_BYTES = 2 * HALF_BYTES;
 constexpr u32 STAGE_BYTES = WEIGHT_BYTES + TOKENS * ROW_BYTES;
 constexpr u32 STEP = ZEROES_GAPS ? 16 : 8;  // a tile's tokens are a multiple of it
-// A tile of up to COLUMN_TOKENS has them as columns of wgmma. One of more has them as rows: it loads TOKENS, of which the
-// last may be of no tile, or zeros.
+// A tile of up to COLUMN_TOKENS has them as columns of wgmma. One of more has them as rows: it loads TOKENS, of which
+// the last may be of no tile, or zeros.
 #ifdef E4M3_OPERANDS
 constexpr u32 COLUMN_TOKENS = TOKENS < 64 ? TOKENS : 64;
 #else

@@ -23,8 +23,8 @@ struct FourOutputs {
 // Which four of its 16 outputs a thread of the warp has after `by_token`.
 __device__ __forceinline__ u32 four_outputs() { return threadIdx.x % 2 * 8 + threadIdx.x % 4 / 2 * 4; }
 
-// Swaps pairs of outputs between neighbouring threads, so that each has four in a row of one eight. Before, a thread has
-// outputs 2 c and 2 c + 1 of two eights, c = lane % 4.
+// Swaps pairs of outputs between neighbouring threads, so that each has four in a row of one eight. Before, a thread
+// has outputs 2 c and 2 c + 1 of two eights, c = lane % 4.
 __device__ __forceinline__ FourOutputs four_in_a_row(u32 low, u32 high) {
     const bool odd = threadIdx.x % 2 != 0;
     const u32 other = __shfl_xor_sync(0xFFFFFFFF, odd ? low : high, 1);
