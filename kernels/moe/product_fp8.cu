@@ -12,61 +12,51 @@
 // The tensor cores add 8-bit products with about 14 bits. So each block of 128 columns has products of its own, and
 // float32 sums take them with their scales: a promotion.
 //
-// Why tokens are the columns of wgmma here too:
-//   - An expert costs its rows rounded up to 8. With tokens as rows it costs them rounded up to 64 or 128, which is a
-//     fifth of the time where experts have 256 rows on average.
-//   - 256 rows of weights by 136 tokens need 46 bytes a clock from the L2 cache, 128 by 128 need 64.
-//   - The price: the scales of rows belong to columns of the sums, so each thread needs N / 4 of them for a promotion,
-//     where it would need two with tokens as rows. Warps 9 to 11, which product.cu leaves idle, multiply them by the
-//     scale of the weights and write a strip of factors beside each stage. A promotion loads two factors for four sums,
-//     1.25 instructions a sum. It takes less time than the wgmma of the other warpgroup, which runs meanwhile.
+// A tile has up to 64 tokens as the columns of wgmma, as in product.cu, or up to 128 as its rows:
 //
-// Warps 9 to 11 take stages in turn. They read each record of a tile, and their arrival is the second one at `full`:
+//   - An expert of few rows costs its rows rounded up to 8 where tokens are columns, and the memory of its weights
+//     limits it. But scales of rows belong to columns of the sums then: each thread loads N / 4 factors from shared
+//     memory for a promotion.
+//   - With many rows shared memory limits the product: it gives 128 bytes a clock to wgmma, loads of factors and what
+//     comes from the L2 cache. With tokens as rows a thread needs two factors. So tiles of more than 64 tokens take
+//     them as rows (product/scaled_rows.cuh). They cost as much as 128, so an expert has full tiles, but for its last.
+//
+// Warps 9 to 11, which product.cu leaves idle, multiply scales of rows by the scale of the weights and write a strip of
+// factors beside each stage. They take stages in turn. They read each record of a tile, and their arrival is the second
+// one at `full`:
 //   factors -> promotion   the stores, __syncwarp, the arrival at `full`, the multiplying warps' wait
 //   promotion -> factors   the loads, __syncwarp, the arrival at `empty`, the wait for it
 //
-// Registers: float32 sums of both halves of a tile are N a thread, products N / 2 for each half. Up to 96 tokens both
-// halves have products, and the second half is multiplied while the first is promoted. With more, the halves take turns
-// with one array, and only the other warpgroup multiplies meanwhile. 144 tokens are the most that fit, 136 with all
-// switches.
+// Registers of a thread: N columns have N sums and N products, so the second half is multiplied while the first is
+// promoted. 64 rows have 128 sums and 64 products, with which the halves take turns. The other warpgroup multiplies
+// meanwhile.
 //
 // Stages have 128 columns. One is given back when both halves are promoted, because threads read its strips until then.
 //
 // The bits of a result depend on the row and the weights alone, as in product.cu.
 //
-// With QUANTISED_RESULTS a tile has the 128 outputs of one scale. The multiplying warps exchange the largest magnitudes
-// of their 16 outputs of each token in shared memory (product/quantised_results.cuh).
+// It is the same for a token among rows and among columns: wgmma adds the same products, and promotions are the same.
+//
+// With QUANTISED_RESULTS a tile has the 128 outputs of one scale. Where tokens are columns, the multiplying warps
+// exchange the largest magnitudes of their 16 outputs of each token in shared memory (product/quantised_results.cuh).
 //
 // Dynamic shared memory: two strips for each stage; the maxima and the factors of a tile's results; up to a multiple of
 // 1024 bytes; then as in product.cu. raymoe/moe/product_fp8.py computes the same sum.
 
-#include "raymoe/moe/product/quantised_results.cuh"
+#include "raymoe/moe/product/scaled_rows.cuh"
 
 namespace raymoe {
 
-static_assert(TOKENS <= 144, "sums and products of more tokens do not fit in the registers");
+static_assert(TOKENS <= 64 || TOKENS == 128, "more tokens than 64 are rows of wgmma, 64 of each warpgroup");
 static_assert(!ZEROES_GAPS && !STORES_PRODUCTS, "these products have no gradients");
-
-// Multiplies 128 columns of a half of a tile.
-template <u32 N>
-__device__ __forceinline__ void multiply_half(float (&products)[N / 2], u64 rows, u64 tokens) {
-    ptx::wgmma_e4m3<N, false>(products, rows, tokens);
-#pragma unroll
-    for (u32 part = 1; part < COLUMNS / 32; ++part) {
-        ptx::wgmma_e4m3<N, true>(products, rows + part * NEXT_COLUMNS, tokens + part * NEXT_COLUMNS);
-    }
-    ptx::wgmma_commit();
-}
 
 template <u32 N, class Params>
 __device__ __forceinline__ void multiply_tile(const Params& p, const Memory& memory, const ProductTile& tile,
                                               u32& turn) {
-    constexpr bool OF_BOTH_HALVES = N <= 96;
-    float sums[2][N / 2], products[OF_BOTH_HALVES ? 2 : 1][N / 2];
+    float sums[2][N / 2], products[2][N / 2];
 #pragma unroll
     for (u32 i = 0; i < N / 2; ++i) {
-        sums[0][i] = sums[1][i] = products[0][i] = 0.0f;
-        products[OF_BOTH_HALVES ? 1 : 0][i] = 0.0f;
+        sums[0][i] = sums[1][i] = products[0][i] = products[1][i] = 0.0f;
     }
     const u32 steps = (p.product.columns + COLUMNS - 1) / COLUMNS, warpgroup = threadIdx.x / 128;
     for (u32 step = 0; step < steps; ++step, ++turn) {
@@ -77,25 +67,14 @@ __device__ __forceinline__ void multiply_tile(const Params& p, const Memory& mem
         const u64 rows = operand_descriptor(memory.weights(stage) + warpgroup * (HALF_BYTES / 2));
         const u64 tokens = operand_descriptor(memory.tokens(stage));
         ptx::wgmma_fence();  // orders the registers of the products before the wgmma that replace them
-        multiply_half<N>(products[0], rows, tokens);
-        if constexpr (OF_BOTH_HALVES) {
-            multiply_half<N>(products[1], rows + HALF_BYTES / 16, tokens);
-            ptx::wgmma_wait<1>();
-            ptx::sums_have_come(products[0]);
-            promote(sums[0], products[0], strips[0]);
-            ptx::wgmma_wait<0>();
-            ptx::sums_have_come(products[1]);
-            promote(sums[1], products[1], strips[1]);
-        } else {
-            ptx::wgmma_wait<0>();
-            ptx::sums_have_come(products[0]);
-            promote(sums[0], products[0], strips[0]);
-            ptx::wgmma_fence();  // the same for the other half
-            multiply_half<N>(products[0], rows + HALF_BYTES / 16, tokens);
-            ptx::wgmma_wait<0>();
-            ptx::sums_have_come(products[0]);
-            promote(sums[1], products[0], strips[1]);
-        }
+        multiply_block<N>(products[0], rows, tokens);
+        multiply_block<N>(products[1], rows + HALF_BYTES / 16, tokens);
+        ptx::wgmma_wait<1>();
+        ptx::sums_have_come(products[0]);
+        promote(sums[0], products[0], strips[0]);
+        ptx::wgmma_wait<0>();
+        ptx::sums_have_come(products[1]);
+        promote(sums[1], products[1], strips[1]);
         __syncwarp();  // all threads of the warp have read the strips
         give_back(memory, turn);
     }

@@ -23,8 +23,10 @@ COLUMN_STEP = 16
 """Columns are a multiple of it: rows begin at multiples of 16 bytes."""
 LEAST_STAGES = 3
 """Three warps take stages in turn."""
-MOST_TOKENS = 144
-"""Tokens of a tile for which the sums fit in registers."""
+MOST_TOKENS = 128
+"""Tokens of a tile: two warpgroups have 64 each, as rows of wgmma."""
+MOST_COLUMN_TOKENS = 64
+"""Up to so many are columns of wgmma."""
 
 
 @dataclass(frozen=True)
@@ -32,23 +34,24 @@ class ScaledTiles(TileClass):
     """A build of product_fp8.cu. Its shared memory begins with scales."""
 
     def __post_init__(self) -> None:
-        if not 0 < self.tokens <= MOST_TOKENS or self.tokens % 8 or self.stages < LEAST_STAGES:
+        columns = 0 < self.tokens <= MOST_COLUMN_TOKENS and self.tokens % 8 == 0
+        if not (columns or self.tokens == MOST_TOKENS) or self.stages < LEAST_STAGES:
             raise ConfigError(
-                f"{self}: product_fp8.cu has up to {MOST_TOKENS} tokens a tile, in steps of 8, and from {LEAST_STAGES} "
-                "stages on"
+                f"{self}: product_fp8.cu has up to {MOST_COLUMN_TOKENS} tokens a tile, in steps of 8, or "
+                f"{MOST_TOKENS}, and from {LEAST_STAGES} stages on"
             )
 
     def shared_bytes(self, experts: int) -> int:
         """Strips with a float for each token: factors, maxima, factors of results. Then as in product.cu.
 
         >>> TILES.shared_bytes(256), ScaledTiles(32, 6).shared_bytes(256)
-        (212132, 225476)
+        (207012, 225476)
         """
         strips = 2 * self.stages + MULTIPLYING_WARPS + 1
         return -(-strips * 4 * self.tokens // 1024) * 1024 + super().shared_bytes(experts)
 
 
-TILES = ScaledTiles(136, 4)
+TILES = ScaledTiles(128, 4)
 """The class that is the fastest for any number of rows, and with all switches spills no registers."""
 
 

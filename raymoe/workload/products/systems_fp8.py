@@ -26,8 +26,8 @@ from raymoe.moe.products import fits as fits_outputs
 from raymoe.workload.products.prepared import Compute, Prepared, Unavailable
 from raymoe.workload.products.tasks import FORWARD, Task, error_between, padded_places
 
-OTHER_CLASSES = (ScaledTiles(64, 5), ScaledTiles(144, 4))
-"""Classes that no product takes. The second spills registers with all switches; these products have few."""
+OTHER_CLASSES = (ScaledTiles(64, 5),)
+"""Classes that no product takes."""
 
 
 def _operands(task: Task) -> ScaledOperands:

@@ -10,7 +10,7 @@ from random import Random
 import torch
 
 from raymoe.cuda.launch import Shape
-from raymoe.moe.product_fp8 import ScaledProduct, ScaledTiles
+from raymoe.moe.product_fp8 import TILES, ScaledProduct, ScaledTiles
 from raymoe.moe.products import THREADS, Gate, Product
 from tests.emulator.build import Change
 from tests.emulator.machine import Emulator
@@ -103,14 +103,14 @@ def drawn_case(seed: int) -> ScaledCase:
     experts = draw.choice([1, 2, 3, 4, 33])
     few = experts == 33
     return ScaledCase(
-        counts=draw.choices([0, 1, 2] if few else [0, 0, 1, 2, 7, 8, 9, 15, 16, 17, 24, 31, 33, 40], k=experts),
+        counts=draw.choices([0, 1, 2] if few else [0, 0, 1, 2, 7, 8, 9, 15, 16, 17, 24, 31, 33, 40, 66], k=experts),
         columns=draw.choice([16, 144] if few else [16, 64, 112, 128, 144, 256, 272]),
         outputs=outputs[0] if few else draw.choice(outputs),
         gate=gate,
         quantised=gate is not None and draw.random() < 0.6,
         bias=draw.random() < 0.4,
         weighted=draw.random() < 0.4,
-        tiles=draw.choice([SMALL, ScaledTiles(8, 3), ScaledTiles(24, 4), ScaledTiles(32, 5)]),
+        tiles=draw.choice([SMALL, ScaledTiles(8, 3), ScaledTiles(24, 4), ScaledTiles(32, 5), TILES]),
         gap=draw.choice([0, 1, 2, 5, 20]),
     )
 

@@ -19,5 +19,5 @@ def product_fp8_sources() -> tuple[KernelSource, ...]:
     """Return the builds: first those that show each switch, in classes that compile in a few seconds."""
     quick = (PLAIN, QUANTISED, replace(ALL_SWITCHES, tiles=SMALL))
     whole = (PLAIN, QUANTISED, GATED, ALL_SWITCHES, replace(PLAIN, bias=True, weighted=True))
-    cases = (*quick, *(replace(case, tiles=tiles) for tiles in (ScaledTiles(96, 4), TILES) for case in whole))
+    cases = (*quick, *(replace(case, tiles=tiles) for tiles in (ScaledTiles(64, 5), TILES) for case in whole))
     return tuple(dict.fromkeys(case.product().source() for case in cases))

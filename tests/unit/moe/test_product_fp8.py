@@ -48,9 +48,9 @@ def test_each_expert_multiplies_its_own_rows(case: ScaledCase) -> None:
 
 
 @pytest.mark.parametrize("quantised", [False, True])
-@pytest.mark.parametrize(("tiles", "counts"), [(ScaledTiles(32, 6), (32, 40, 5)), (TILES, (136, 200, 120, 7))])
+@pytest.mark.parametrize(("tiles", "counts"), [(ScaledTiles(32, 6), (32, 40, 5)), (TILES, (128, 193, 120, 65, 7))])
 def test_the_classes_of_layers(tiles: ScaledTiles, counts: tuple[int, ...], quantised: bool) -> None:
-    """Their tokens come by boxes of all four sizes, and both ways of promotion are taken."""
+    """Their tokens come by boxes of all four sizes, and are columns and rows of wgmma."""
     gate = SWIGLU if quantised else None
     check(ScaledCase(counts, columns=144, outputs=128, gate=gate, quantised=quantised, tiles=tiles))
 
@@ -72,6 +72,10 @@ def test_any_number_of_blocks_shares_the_tiles(seed: int) -> None:
         ScaledCase(gate=replace(GPT_OSS, interleaved=False), outputs=128, quantised=True, bias=True, weighted=True),
         ScaledCase(bias=True, outputs=272, by_row=True, columns=400),
         ScaledCase(weighted=True, tiles=OTHER),
+        ScaledCase((70, 3), gate=SWIGLU, outputs=128, quantised=True, weighted=True, tiles=TILES),
+        ScaledCase((70, 3), gate=GPT_OSS, outputs=192, quantised=True, bias=True, tiles=TILES),
+        ScaledCase((70, 3), gate=INTERLEAVED, outputs=64, bias=True, tiles=TILES),
+        ScaledCase((3, 130), bias=True, outputs=272, by_row=True, columns=400, weighted=True, tiles=TILES),
     ],
     ids=str,
 )
@@ -92,9 +96,9 @@ def test_a_second_launch_gives_the_same_bits() -> None:
 
 @pytest.mark.parametrize("gate", [None, SWIGLU])
 def test_the_bits_of_a_row_depend_on_its_own_values(gate: Gate | None) -> None:
-    """They are the same in another class, with another way of promotion, and where the expert has fewer rows."""
-    case = ScaledCase((40, 0, 17, 1), columns=272, outputs=128, normal=True, gate=gate)
-    whole, other, fewer = case.product(), replace(case, tiles=ScaledTiles(104, 3)).product(), case.product()
+    """They are the same in another class, as rows and as columns of wgmma, and where the expert has fewer rows."""
+    case = ScaledCase((80, 0, 17, 1), columns=272, outputs=128, normal=True, gate=gate)
+    whole, other, fewer = case.product(), replace(case, tiles=TILES).product(), case.product()
     fewer.product.counts[0], fewer.product.counts[2] = 9, 3
     for scaled in (whole, other, fewer):
         run_scaled(scaled)
@@ -134,8 +138,8 @@ def test_sizes_that_the_kernel_does_not_take_are_refused() -> None:
     for case in (ScaledCase(columns=24), ScaledCase(gate=SWIGLU, outputs=64), ScaledCase(gate=INTERLEAVED, outputs=48)):
         with pytest.raises(ConfigError, match="multiples of"):
             case.product().check()
-    for tokens, stages in ((152, 3), (12, 3), (16, 2)):
-        with pytest.raises(ConfigError, match=r"up to 144 tokens a tile.* from 3 stages on"):
+    for tokens, stages in ((72, 3), (136, 3), (12, 3), (16, 2), (128, 2)):
+        with pytest.raises(ConfigError, match=r"up to 64 tokens a tile.* or 128, and from 3 stages on"):
             ScaledTiles(tokens, stages)
 
 

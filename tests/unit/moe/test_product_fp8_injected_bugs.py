@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from raymoe.moe.product_fp8 import ScaledTiles
+from raymoe.moe.product_fp8 import TILES
 from raymoe.moe.products import Gate
 from tests.emulator.build import KERNELS, Change, compiler
 from tests.emulator.machine import EmulatorError
@@ -14,8 +14,11 @@ pytestmark = pytest.mark.skipif(compiler() is None, reason="needs a C++ compiler
 
 SEEDS = range(4)
 PLAIN = ScaledCase((17, 0, 40, 1), columns=400, outputs=272)
-IN_TURN = ScaledCase((100,), columns=400, outputs=144, tiles=ScaledTiles(104, 3))
-"""Both halves have one array of products."""
+ROWS = ScaledCase((200, 70), columns=400, outputs=272, tiles=TILES)
+"""Tokens are rows of wgmma."""
+QUANTISED_ROWS = ScaledCase((70,), columns=144, outputs=256, gate=Gate(), quantised=True, tiles=TILES)
+INTERLEAVED_ROWS = ScaledCase((70,), columns=144, outputs=192, gate=Gate(interleaved=True), tiles=TILES)
+BIASED_ROWS = ScaledCase((70,), columns=64, outputs=144, bias=True, weighted=True, tiles=TILES)
 QUANTISED = ScaledCase((17, 5), columns=144, outputs=256, gate=Gate(), quantised=True)
 INTERLEAVED = ScaledCase((17, 5), columns=144, outputs=192, gate=Gate(interleaved=True))
 BIASED = ScaledCase((9,), columns=64, outputs=192, gate=Gate(True, 1.702, 7.0, 1.0), quantised=True, bias=True)
@@ -31,8 +34,9 @@ def injected(old: str, new: str = "", which: int | None = None, case: ScaledCase
     return case, Change(file, old, new, which)
 
 
-def in_turn(old: str, new: str = "", which: int | None = None) -> tuple[ScaledCase, Change]:
-    return injected(old, new, which, IN_TURN)
+def in_rows(old: str, new: str = "", which: int | None = None, case: ScaledCase = ROWS) -> tuple[ScaledCase, Change]:
+    """Change the file of tokens as rows."""
+    return case, Change("scaled_rows.cuh", old, new, which)
 
 
 def quantised(old: str, new: str = "", which: int | None = None) -> tuple[ScaledCase, Change]:
@@ -49,19 +53,53 @@ INJECTED_BUGS = {
     "products replace those of 32 columns before": injected("wgmma_e4m3<N, true>", "wgmma_e4m3<N, false>"),
     "the last 32 columns are left out": injected("part < COLUMNS / 32;", "part < COLUMNS / 32 - 1;"),
     "the first half is promoted before it has come": injected("ptx::wgmma_wait<1>();"),
-    "the second half is promoted before it has come": injected("ptx::wgmma_wait<0>();", which=0),
-    "the first half in turn is promoted before it has come": in_turn("ptx::wgmma_wait<0>();", which=1),
-    "the second half in turn is promoted before it has come": in_turn("ptx::wgmma_wait<0>();", which=2),
-    "the second half has the first one's rows": injected("rows + HALF_BYTES / 16, tokens", "rows, tokens", which=0),
-    "the second half in turn has the first one's rows": in_turn("rows + HALF_BYTES / 16, tokens", "rows, tokens", 1),
+    "the second half is promoted before it has come": injected("ptx::wgmma_wait<0>();"),
+    "the second half has the first one's rows": injected("rows + HALF_BYTES / 16, tokens", "rows, tokens"),
     "the other warpgroup's rows": injected("warpgroup * (HALF_BYTES / 2)", "(1 - warpgroup) * (HALF_BYTES / 2)"),
     # Promotion.
     "the second half has the factors of the first": injected("products[1], strips[1]", "products[1], strips[0]"),
-    "the second half in turn has the factors of the first": in_turn("products[0], strips[1]", "products[0], strips[0]"),
     "factors of other tokens": injected("strip + threadIdx.x % 4 * 8;", "strip + threadIdx.x / 4 % 4 * 8;"),
     "one factor for two tokens": injected("products[i + 3], factors.second", "products[i + 3], factors.first"),
     "warpgroups have the scales of the other one": injected(
         "TURNS ? warpgroup : 0", "TURNS ? 1 - warpgroup : 0", case=INTERLEAVED
+    ),
+    # Tokens as rows.
+    "a half is promoted before it has come": in_rows("ptx::wgmma_wait<0>();"),
+    "the second half has the weights of the first": in_rows("weights + half * (HALF_BYTES / 16)", "weights"),
+    "both warpgroups have the same tokens": in_rows("warpgroup * (64 * ROW_BYTES)", "0 * warpgroup"),
+    "both tokens have one factor": in_rows("at + 8 * 4", "at"),
+    "halves of tokens as rows have the factors of the first": in_rows("half == 0 ? of_first : of_second", "of_first"),
+    "outputs in turn have the factors of the first": in_rows(
+        "products, of_second", "products, of_first", case=INTERLEAVED_ROWS
+    ),
+    "half of the outputs are not promoted": in_rows(
+        "HALF_ROWS / 2, HALF_ROWS>", "HALF_ROWS, HALF_ROWS>", 0, INTERLEAVED_ROWS
+    ),
+    "a stage is given back while threads of the warp read factors": in_rows(
+        "__syncwarp();  // all threads of the warp have read their factors\n", "\n"
+    ),
+    "tokens of the next tile are stored": in_rows("token + i * 8 < tile.rows", "token + i * 8 < TOKENS"),
+    "rows after the last output are stored": in_rows("+ eight * 8 < p.outputs", "< p.outputs"),
+    "the second half goes to the first one's outputs": in_rows(
+        "tile.output + (GATED ? 0 : half * HALF_ROWS) + eight * 8 + four_outputs()",
+        "tile.output + eight * 8 + four_outputs()",
+    ),
+    "one token has the weight of the other": in_rows("weights[i / 2]", "weights[0]", 0, BIASED_ROWS),
+    "biases of the first of two outputs": in_rows("threadIdx.x % 4 * 2 + i", "threadIdx.x % 4 * 2", case=BIASED_ROWS),
+    "maxima of two threads of four": in_rows(
+        "reach[i] = fmaxf(reach[i], __shfl_xor_sync(0xFFFFFFFF, reach[i], 2));", case=QUANTISED_ROWS
+    ),
+    "a maximum of both tokens": in_rows(
+        "reach[i / 2] = fmaxf(reach[i / 2], size)", "reach[0] = fmaxf(reach[0], size)", case=QUANTISED_ROWS
+    ),
+    "scales of the other token": in_rows(
+        "p.y_scale_stride + results.row(i)", "p.y_scale_stride + results.row(0)", case=QUANTISED_ROWS
+    ),
+    "bytes of the other eight": in_rows("(eight + j / 2) * 4", "(eight + 1 - j / 2) * 4", case=QUANTISED_ROWS),
+    "full tiles leave tokens out": injected("full ? begin + TOKENS :", "full ? begin + TOKENS - 8 :", case=ROWS),
+    "a tile loads its own tokens only": (
+        ROWS,
+        Change("product.cuh", "tile.stored > COLUMN_TOKENS ? TOKENS :", "", None),
     ),
     # Stages, between factors and promotion.
     "a stage is given back while threads of the warp read its strips": injected(STRIPS_READ, "\n"),
@@ -115,7 +153,9 @@ INJECTED_BUGS = {
 }
 
 BY_ERROR = {
-    "no wgmma_fence stands between": in_turn("ptx::wgmma_fence();  // the same for the other half"),
+    "no wgmma_fence stands between": in_rows(
+        "ptx::wgmma_fence();  // orders the registers of the products before the wgmma that replace them"
+    ),
     "one more arrival than the barrier at .* waits for in a phase": injected("1 + Others::ARRIVALS", "1"),
     "multiplies 16 bytes of shared memory at .*, which a bulk load fills": injected(
         "await(memory.full(stage), turn / STAGES & 1);"

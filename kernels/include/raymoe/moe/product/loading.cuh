@@ -41,7 +41,10 @@ __device__ __forceinline__ ProductTile find_tile(const ProductParams& p, const M
     const u32 within = number - ptx::shared_load_4(memory.first_tile(expert));
     // Neighbouring tiles have the same weights, so that blocks which run at once read them from the L2 cache.
     const u32 output = within / tiles * OUTPUTS, token_tile = within % tiles, steps = rounded_up(rows, STEP) / STEP;
-    const u32 begin = token_tile * steps / tiles * STEP, end = (token_tile + 1) * steps / tiles * STEP;
+    // Tiles of an expert are alike. Where one of many tokens costs as much as a full one, all but the last are full.
+    constexpr bool full = COLUMN_TOKENS < TOKENS;
+    const u32 begin = full ? token_tile * TOKENS : token_tile * steps / tiles * STEP;
+    const u32 end = full ? begin + TOKENS : (token_tile + 1) * steps / tiles * STEP;
     const u32 stored = ZEROES_GAPS ? min(end, room) : min(end, rows);
     return {expert, output, start + begin, min(end, rows) - begin, stored - begin};
 }
@@ -54,7 +57,7 @@ struct Loader {
     // Loads a tile, and returns the number of the next one. It is taken near the end, so that blocks begin tiles in the
     // order of their numbers: those that share weights then read them at about the same time, once from memory.
     __device__ __forceinline__ u32 load(const ProductTile& tile, u64 weights_policy, u64 tokens_policy) {
-        const u32 rows = rounded_up(tile.stored, STEP), bytes = WEIGHT_BYTES + rows * ROW_BYTES;
+        const u32 rows = loaded_tokens(tile), bytes = WEIGHT_BYTES + rows * ROW_BYTES;
         u32 next = 0;
         for (u32 column = 0; column < p.columns; column += COLUMNS, ++turn) {
             const u32 stage = turn % STAGES, barrier = memory.full(stage);

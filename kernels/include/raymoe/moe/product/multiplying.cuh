@@ -13,7 +13,8 @@ __device__ __forceinline__ void give_back(const Memory& memory, u32 turn) {
     }
 }
 
-// Multiplies a tile of N tokens and stores its results. The multiplying warps call this. Each kernel has its own.
+// Multiplies a tile of N tokens and stores its results, tokens as columns of wgmma. The multiplying warps call this.
+// Each kernel has its own.
 template <u32 N, class Params>
 __device__ __forceinline__ void multiply_tile(const Params& p, const Memory& memory, const ProductTile& tile,
                                               u32& turn);
@@ -42,6 +43,11 @@ __device__ __forceinline__ ProductTile told_tile(const Memory& memory, u32 turn)
     return tile;
 }
 
+// The same of a tile of more than COLUMN_TOKENS, tokens as rows.
+template <class Params>
+__device__ __forceinline__ void multiply_many_tokens(const Params& p, const Memory& memory, const ProductTile& tile,
+                                                     u32& turn);
+
 template <class Params>
 __device__ __forceinline__ void multiply_tiles(const Params& p, const Memory& memory) {
     u32 stage_turn = 0;
@@ -50,7 +56,13 @@ __device__ __forceinline__ void multiply_tiles(const Params& p, const Memory& me
         if (tile.rows == 0) {
             return;
         }
-        multiply_at_most<TOKENS>(p, memory, tile, rounded_up(tile.stored, STEP), stage_turn);
+        if constexpr (COLUMN_TOKENS < TOKENS) {
+            if (tile.stored > COLUMN_TOKENS) {
+                multiply_many_tokens(p, memory, tile, stage_turn);
+                continue;
+            }
+        }
+        multiply_at_most<COLUMN_TOKENS>(p, memory, tile, rounded_up(tile.stored, STEP), stage_turn);
     }
 }
 

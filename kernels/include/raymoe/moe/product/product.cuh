@@ -60,6 +60,13 @@ constexpr u32 ROW_BYTES = 128, COLUMNS = ROW_BYTES / OPERAND_BYTES;  // of a sta
 constexpr u32 HALF_BYTES = HALF_ROWS * ROW_BYTES, WEIGHT_BYTES = 2 * HALF_BYTES;
 constexpr u32 STAGE_BYTES = WEIGHT_BYTES + TOKENS * ROW_BYTES;
 constexpr u32 STEP = ZEROES_GAPS ? 16 : 8;  // a tile's tokens are a multiple of it
+// A tile of up to COLUMN_TOKENS has them as columns of wgmma. One of more has them as rows: it loads TOKENS, of which
+// the last may be of no tile, or zeros.
+#ifdef E4M3_OPERANDS
+constexpr u32 COLUMN_TOKENS = TOKENS < 64 ? TOKENS : 64;
+#else
+constexpr u32 COLUMN_TOKENS = TOKENS;
+#endif
 static_assert(TOKENS % STEP == 0 && TOKENS <= 176, "sums of more tokens do not fit in the registers");
 static_assert(!(GATED && TRANSPOSED), "gate and up rows of transposed weights are no boxes");
 
@@ -90,6 +97,11 @@ struct ProductTile {
     u32 rows;    // rows of this expert; 0: there is no tile any more
     u32 stored;  // rows of y that are stored: more than `rows` where a gap becomes zeros
 };
+
+// The tokens that a tile loads.
+__device__ __forceinline__ u32 loaded_tokens(const ProductTile& tile) {
+    return tile.stored > COLUMN_TOKENS ? TOKENS : rounded_up(tile.stored, STEP);
+}
 
 // The tiles of tokens that an expert has.
 __device__ __forceinline__ u32 token_tiles(u32 rows) { return (rows + TOKENS - 1) / TOKENS; }

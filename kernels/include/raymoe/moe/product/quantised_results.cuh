@@ -15,6 +15,13 @@ __device__ __forceinline__ float finite_magnitude(float value) {
     return size < __uint_as_float(INFINITE) ? size : 0.0f;  // zero for NaN too
 }
 
+// The same as `four_in_a_row` of bytes: two of each eight in half a word.
+__device__ __forceinline__ u32 four_bytes_in_a_row(u32 own) {
+    const bool odd = threadIdx.x % 2 != 0;
+    const u32 other = __shfl_xor_sync(0xFFFFFFFF, odd ? own & 0xFFFF : own >> 16, 1);
+    return odd ? other | (own & 0xFFFF0000) : (own & 0xFFFF) | other << 16;
+}
+
 // Turns 16 outputs of 8 tokens into four bytes of token lane / 4: outputs `four_outputs()` on.
 __device__ __forceinline__ u32 bytes_by_token(const float (&values)[4]) {
     // Before: outputs lane / 4 and lane / 4 + 8 of two tokens, a pair of bytes for each token.
@@ -22,9 +29,7 @@ __device__ __forceinline__ u32 bytes_by_token(const float (&values)[4]) {
     const u32 transposed = ptx::transposed_8x8(ptx::to_e4m3x4(in_pairs));
     // After: outputs 2 c and 2 c + 8, then 2 c + 1 and 2 c + 9 of one token, c = lane % 4.
     const u32 own = __byte_perm(transposed, 0, 0x3120);
-    const bool odd = threadIdx.x % 2 != 0;
-    const u32 other = __shfl_xor_sync(0xFFFFFFFF, odd ? own & 0xFFFF : own >> 16, 1);
-    return odd ? other | (own & 0xFFFF0000) : (own & 0xFFFF) | other << 16;
+    return four_bytes_in_a_row(own);
 }
 
 // Computes the results of a tile, and stores them as 8-bit floats with a scale for each token. The multiplying warps

@@ -23,15 +23,31 @@ struct FourOutputs {
 // Which four of its 16 outputs a thread of the warp has after `by_token`.
 __device__ __forceinline__ u32 four_outputs() { return threadIdx.x % 2 * 8 + threadIdx.x % 4 / 2 * 4; }
 
+// Swaps pairs of outputs between neighbouring threads, so that each has four in a row of one eight. Before, a thread
+// has outputs 2 c and 2 c + 1 of two eights, c = lane % 4.
+__device__ __forceinline__ FourOutputs four_in_a_row(u32 low, u32 high) {
+    const bool odd = threadIdx.x % 2 != 0;
+    const u32 other = __shfl_xor_sync(0xFFFFFFFF, odd ? low : high, 1);
+    return odd ? FourOutputs{other, high} : FourOutputs{low, other};
+}
+
 // Turns 16 outputs of 8 tokens, as a warp has them in the sums of wgmma, into four outputs of token lane / 4 each.
 __device__ __forceinline__ FourOutputs by_token(const float (&sums)[4]) {
     // Before: two tokens of one output. After: outputs 2 c and 2 c + 1 of one token, c = lane % 4.
     const u32 low = ptx::transposed_8x8(packed(sums[0], sums[1]));
     const u32 high = ptx::transposed_8x8(packed(sums[2], sums[3]));
-    // Neighbouring threads swap halves, so that each has four outputs in a row.
-    const bool odd = threadIdx.x % 2 != 0;
-    const u32 other = __shfl_xor_sync(0xFFFFFFFF, odd ? low : high, 1);
-    return odd ? FourOutputs{other, high} : FourOutputs{low, other};
+    return four_in_a_row(low, high);
+}
+
+// The activation of a gate and its up product.
+__device__ __forceinline__ float gated(const ProductParams& p, float gate, float up) {
+#ifdef GENERAL_GATE
+    gate = fminf(gate, p.limit);
+    up = fminf(fmaxf(up, -p.limit), p.limit);
+    return __fdividef(gate, 1.0f + __expf(-p.alpha * gate)) * (up + p.up_plus);
+#else
+    return __fdividef(gate, 1.0f + __expf(-gate)) * up;
+#endif
 }
 
 // The results of one tile: where they go, and what is added or multiplied.
@@ -89,7 +105,7 @@ struct Results {
         if constexpr (GATED) {
 #pragma unroll
             for (u32 i = 0; i < 4; ++i) {
-                low[i] = gated(low[i], high[i]);
+                low[i] = gated(p, low[i], high[i]);
             }
         }
         if constexpr (WEIGHTED) {
@@ -103,16 +119,6 @@ struct Results {
         for (u32 i = 0; i < 4; ++i) {
             sums[i] += bias[half][i / 2];
         }
-    }
-
-    __device__ __forceinline__ float gated(float gate, float up) const {
-#ifdef GENERAL_GATE
-        gate = fminf(gate, p.limit);
-        up = fminf(fmaxf(up, -p.limit), p.limit);
-        return __fdividef(gate, 1.0f + __expf(-p.alpha * gate)) * (up + p.up_plus);
-#else
-        return __fdividef(gate, 1.0f + __expf(-gate)) * up;
-#endif
     }
 
     // Multiplies by the weights of this thread's two tokens.

@@ -113,6 +113,17 @@ struct RowScaling {
     }
 };
 
+// Multiplies 128 columns of 64 rows by those of N others.
+template <u32 N>
+__device__ __forceinline__ void multiply_block(float (&products)[N / 2], u64 rows, u64 others) {
+    ptx::wgmma_e4m3<N, false>(products, rows, others);
+#pragma unroll
+    for (u32 part = 1; part < COLUMNS / 32; ++part) {
+        ptx::wgmma_e4m3<N, true>(products, rows + part * NEXT_COLUMNS, others + part * NEXT_COLUMNS);
+    }
+    ptx::wgmma_commit();
+}
+
 // Two floats that are next to each other in shared memory.
 struct Floats2 {
     float first, second;
