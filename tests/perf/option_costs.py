@@ -2,6 +2,8 @@
 
     torchrun --nproc-per-node 2 -m tests.perf.option_costs --out option_costs.jsonl
 
+One GPU does too: the layer then has all experts, and a dispatch crosses no link.
+
 The layer has the shape of DeepSeek-V3 with its router, norm and shared expert. The placement has a slot for each
 expert, in ascending order, so rows go where they go without a table. Times are by the clock of workload exchange:
 graphs, a cold L2 cache, the slowest rank, in microseconds.
@@ -40,12 +42,15 @@ def rows(world: raymoe.World, tokens: int) -> torch.Tensor:
 
 
 def in_turns(
-    world: raymoe.World, works: dict[str, Callable[[], None]], check: Callable[[], None], tokens: int, rounds: int
+    world: raymoe.World, works: dict[str, Callable[[], None]], check: Callable[[], None], calls: int, rounds: int
 ) -> dict[str, list[float]]:
-    """Return the times of all works in each round, by the slowest rank."""
+    """Return the times of all works in each round, by the slowest rank.
+
+    `calls` of each are captured. With 0 the works are graphs already.
+    """
     stream: Any = torch.cuda.Stream()  # type: ignore[no-untyped-call]
     with torch.cuda.stream(stream), ExitStack() as closing:
-        clock = OpClock(world, stream, check, captured=True, calls=calls_of(tokens))
+        clock = OpClock(world, stream, check, captured=calls > 0, calls=max(calls, 1))
         closing.callback(clock.close)
         for work in works.values():  # kernels are loaded before a capture
             work()
@@ -54,7 +59,7 @@ def in_turns(
         times: dict[str, list[float]] = {name: [] for name in ops}
         for number in range(rounds + WARMUP):
             for name, op in ops.items():
-                us = slowest(clock.us_cold(op), world)
+                us = slowest(clock.us_cold(op) if calls else clock.cold_us(works[name]), world)
                 if number >= WARMUP:
                     times[name].append(round(us, 2))
         return times
@@ -72,17 +77,15 @@ def layers(world: raymoe.World, tokens: int, rounds: int) -> dict[str, list[floa
     """Return the times of a layer's forward pass without the option and with it."""
     x = rows(world, tokens)
     spec = raymoe.ExchangeSpec(tokens=tokens, hidden=HIDDEN, experts=EXPERTS, topk=TOPK)
-    layer = raymoe.MoELayer(world, spec, FORM)
-
-    def forward(deterministic: str | None) -> Callable[[], None]:
-        def work() -> None:
-            layer.deterministic = deterministic
+    layer, graphs = raymoe.MoELayer(world, spec, FORM), {}
+    for name, deterministic in (("default", None), ("batch", "batch")):
+        layer.deterministic = deterministic
+        layer(x)
+        layer.exchange.check()
+        graphs[name] = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graphs[name]):
             layer(x)
-
-        return work
-
-    works = {"default": forward(None), "batch": forward("batch")}
-    return in_turns(world, works, layer.exchange.check, tokens, rounds)
+    return in_turns(world, {name: graph.replay for name, graph in graphs.items()}, layer.exchange.check, 0, rounds)
 
 
 def dispatches(world: raymoe.World, tokens: int, rounds: int) -> dict[str, list[float]]:
@@ -106,7 +109,7 @@ def dispatches(world: raymoe.World, tokens: int, rounds: int) -> dict[str, list[
             for exchange in exchanges.values():
                 exchange.check()
 
-        return in_turns(world, works, check, tokens, rounds)
+        return in_turns(world, works, check, calls_of(tokens), rounds)
 
 
 def add_works(
