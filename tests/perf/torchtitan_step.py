@@ -14,10 +14,7 @@ Without a GPU it takes a small model on Gloo, and `examples` must be on the path
 from __future__ import annotations
 
 import argparse
-import json
 import os
-import statistics
-import time
 import types
 import warnings
 from collections.abc import Callable
@@ -39,7 +36,6 @@ if not ON_GPU:
 
 import torch.distributed as dist  # noqa: E402
 import torchtitan.distributed.utils as dist_utils  # noqa: E402
-from torch.distributed.tensor import DTensor  # noqa: E402
 from torch.nn import functional  # noqa: E402
 from torchtitan.config import CompileConfig, ParallelismConfig, TrainingConfig, derive  # noqa: E402
 from torchtitan.distributed import ParallelDims  # noqa: E402
@@ -50,6 +46,7 @@ from torchtitan.models.common.token_dispatcher import AllToAllTokenDispatcher, D
 from torchtitan.models.qwen3 import model_registry, parallelize  # noqa: E402
 
 from raymoe.integrations.torchtitan import RaymoeTokenDispatcher  # noqa: E402
+from tests.perf.host_steps import Comparison  # noqa: E402
 
 RAYMOE: dict[str, dict[str, Any]] = {
     "raymoe": {},
@@ -163,38 +160,6 @@ def stepper(model: torch.nn.Module, tokens: torch.Tensor) -> Callable[[], torch.
     return step
 
 
-def microseconds(step: Callable[[], object], model: torch.nn.Module) -> float:
-    """Return the time of one step, which all ranks begin together."""
-    model.zero_grad(set_to_none=False)
-    if not ON_GPU:
-        dist.barrier()
-        begun = time.perf_counter()
-        step()
-        return (time.perf_counter() - begun) * 1e6
-    torch.cuda.synchronize()
-    dist.barrier()
-    torch.cuda.synchronize()
-    begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-    begin.record()
-    step()
-    end.record()
-    torch.cuda.synchronize()
-    return begin.elapsed_time(end) * 1e3
-
-
-def gradients_of(model: torch.nn.Module) -> dict[str, torch.Tensor]:
-    """Return copies of this rank's gradients."""
-    named = {name: parameter.grad for name, parameter in model.named_parameters() if parameter.grad is not None}
-    return {name: (grad.to_local() if isinstance(grad, DTensor) else grad).clone() for name, grad in named.items()}
-
-
-def difference(own: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> float:
-    """Return the norm of the difference of all gradients, as a part of the norm of all gradients."""
-    assert own.keys() == other.keys()
-    apart = sum(float((other[name] - grad).float().norm()) ** 2 for name, grad in own.items())
-    return (apart / sum(float(grad.float().norm()) ** 2 for grad in own.values())) ** 0.5
-
-
 def captured(step: Callable[[], torch.Tensor], device: torch.device) -> Callable[[], torch.Tensor]:
     """Return the step as a graph by torchtitan's wrapper: one eager run, one capture, then replays."""
     from torchtitan.distributed.cudagraph import wrap_with_cuda_graph
@@ -204,106 +169,28 @@ def captured(step: Callable[[], torch.Tensor], device: torch.device) -> Callable
     return lambda: wrapped(nothing, nothing, nothing, {})
 
 
-def everyones(value: object) -> list[Any]:
-    everyone: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(everyone, value)
-    return everyone
-
-
-def tried(work: Callable[[], Any]) -> tuple[Any, str | None]:
-    """Return the result of work that all ranks do, and None, or why some rank failed."""
-    result, reason = None, None
-    try:
-        result = work()
-    except Exception as error:  # noqa: BLE001 - another library may raise anything; the line says it
-        reason = f"{type(error).__name__}: {(str(error).strip().splitlines() or [''])[0]}"
-    return result, next((text for text in everyones(reason) if text is not None), None)
-
-
-class Comparison:
-    """The losses, gradients and times of the dispatchers, by their names."""
-
-    def __init__(self, chosen: argparse.Namespace, device: torch.device) -> None:
-        self._chosen, self._device = chosen, device
-        self._model, dims = build(chosen, device)
-        source = torch.Generator().manual_seed(dist.get_rank())
-        tokens = torch.randint(0, chosen.vocabulary, (1, chosen.tokens), generator=source).to(device)
-        self._step, self._hosts = stepper(self._model, tokens), Hosts(self._model, dims, chosen.tokens)
-        self._gradients: dict[str, torch.Tensor] = {}
-        self._results: dict[str, dict[str, Any]] = {}
-
-    def eager(self) -> None:
-        names = [name for name in (OWN, DEEP, *RAYMOE) if name not in self._chosen.without]
-        for name in names:
-            _, reason = tried(lambda name=name: self._hosts.take(name))
-            self._results[name] = {"skipped": reason} if reason else self._first(self._step)
-        running = [name for name in names if "skipped" not in self._results[name]]
-        times: dict[str, list[float]] = {name: [] for name in running}
-        for turn in range(self._chosen.rounds):
-            for name in running[turn % len(running) :] + running[: turn % len(running)]:
-                self._hosts.take(name)
-                times[name].append(max(everyones(microseconds(self._step, self._model))))
-        for name in names:
-            self._say(name, times.get(name, []))
-
-    def captured(self) -> None:
-        name = CAPTURED.removesuffix(", captured")
-        if not ON_GPU or "loss" not in self._results.get(name, {}):
-            return
-        self._hosts.take(name)
-        graph = captured(self._step, self._device)
-        self._results[CAPTURED] = self._first(graph)
-        runs = range(self._chosen.rounds if "loss" in self._results[CAPTURED] else 0)
-        self._say(CAPTURED, [max(everyones(microseconds(graph, self._model))) for _ in runs])
-
-    def _first(self, step: Callable[[], torch.Tensor]) -> dict[str, Any]:
-        """Run three steps; return loss and difference of the last, or the reason why they fail."""
-
-        def steps() -> tuple[float, float]:
-            for _ in range(3):
-                self._model.zero_grad(set_to_none=False)
-                loss = float(step())
-            now = gradients_of(self._model)
-            self._gradients = self._gradients or now
-            return loss, difference(self._gradients, now)
-
-        result, reason = tried(steps)
-        if reason is not None:
-            return {"skipped": reason}
-        losses, apart = zip(*everyones(result), strict=True)
-        return {"loss": sum(losses) / len(losses), "gradient_difference": max(apart)}
-
-    def _say(self, name: str, times: list[float]) -> None:
-        line = {
-            "host": name,
-            "model": f"Qwen3 {'30B-A3B' if ON_GPU else 'debug'}, {self._chosen.layers} layers",
-            "ranks": dist.get_world_size(),
-            "tokens": self._chosen.tokens,
-            "device": torch.cuda.get_device_name(self._device) if ON_GPU else "cpu",
-            "torch": torch.__version__,
-            "experts": "sharded by themselves" if NESTED else "sharded with their layer",
-            **self._results[name],
-            "samples": len(times),
-        }
-        if times:
-            line |= {"us_p50": statistics.median(times), "us_min": min(times), "us_max": max(times)}
-        if dist.get_rank() == 0:
-            print(json.dumps(line), flush=True)
-            if self._chosen.out is not None:
-                with self._chosen.out.open("a") as file:
-                    file.write(json.dumps(line) + "\n")
-
-
 def main() -> None:
     warnings.filterwarnings("ignore")
-    rank = int(os.environ["LOCAL_RANK"])
+    chosen, rank = options(), int(os.environ["LOCAL_RANK"])
     device = torch.device("cuda", rank) if ON_GPU else torch.device("cpu")
     if ON_GPU:
         torch.cuda.set_device(device)
     dist.init_process_group("cuda:nccl,cpu:gloo" if ON_GPU else "gloo", device_id=device if ON_GPU else None)
-    comparison = Comparison(options(), device)
-    comparison.eager()
-    comparison.captured()
+    model, dims = build(chosen, device)
+    source = torch.Generator().manual_seed(dist.get_rank())
+    tokens = torch.randint(0, chosen.vocabulary, (1, chosen.tokens), generator=source).to(device)
+    step, hosts = stepper(model, tokens), Hosts(model, dims, chosen.tokens)
+    shared = {
+        "model": f"Qwen3 {'30B-A3B' if ON_GPU else 'debug'}, {chosen.layers} layers",
+        "tokens": chosen.tokens,
+        "experts": "sharded by themselves" if NESTED else "sharded with their layer",
+    }
+    comparison = Comparison(model, step, hosts.take, shared, chosen.out)
+    comparison.eager([name for name in (OWN, DEEP, *RAYMOE) if name not in chosen.without], chosen.rounds)
+    eager = CAPTURED.removesuffix(", captured")
+    if ON_GPU and comparison.runs(eager):
+        hosts.take(eager)
+        comparison.alone(CAPTURED, captured(step, device), chosen.rounds)
     dist.barrier()
     os._exit(0)  # destructors of other libraries may wait for one another
 
