@@ -88,7 +88,8 @@ class Comparison:
         running = [name for name in names if self.runs(name)]
         times: dict[str, list[float]] = {name: [] for name in running}
         for turn in range(rounds):
-            for name in running[turn % len(running) :] + running[: turn % len(running)]:
+            for place in range(len(running)):
+                name = running[(turn + place) % len(running)]
                 self.take(name)
                 times[name].append(max(everyones(microseconds(self.step, self.model))))
         for name in names:
