@@ -10,6 +10,9 @@ for a rank, with the ids and weights of its experts there.
 
 A combine adds rows. Only low latency by expert applies the weights itself. Elsewhere they are applied where rows are
 computed, off the clock. With `layout: rank` that holds for the sum of a rank's rows of a token too.
+
+The limit of SMs holds for its own kernels. The update of high throughput gathers the routing by a collective of NCCL,
+which takes SMs of its own.
 """
 
 from __future__ import annotations
@@ -22,10 +25,14 @@ from typing import Any
 import torch
 
 from raymoe.exchange.spec import ExchangeSpec
+from raymoe.memory.layout import round_up
 from raymoe.memory.world import World
 from raymoe.workload.inputs import Batch, Inputs
 from raymoe.workload.measure import Line
 from raymoe.workload.oracle import AffineExperts, wrong_result
+
+TOKENS_STEP = 4
+"""High throughput copies its map of T rows by 16 bytes, so between two ranks it takes no odd T."""
 
 HASHED_ROWS = 4096
 """Rows whose hashes are computed at once: each takes 8 bytes for each of its columns."""
@@ -51,7 +58,7 @@ class Receiver:
     def __init__(self, ep: Any, spec: ExchangeSpec, world: World, *, low_latency: bool) -> None:
         size, device = world.size, world.device
         local, T, K, by_expert = spec.local_experts(size), spec.tokens, spec.topk, spec.layout == "expert"
-        blocks: tuple[int, ...] = (max(spec.rows(size), T),) if by_expert else (size * T,)
+        blocks: tuple[int, ...] = (most_rows(spec, size),)
         if low_latency:
             blocks = (local, size * T) if by_expert else (size, T)
         dtype: torch.dtype = getattr(torch, spec.dtype)
@@ -161,12 +168,11 @@ class NcclEp:
 
     def _config(self) -> Any:
         ep, spec = self._ep, self._spec
-        rows = spec.rows(self._world.size) if self._by_expert else self._world.size * spec.tokens
         return ep.GroupConfig(
             algorithm=ep.Algorithm.LOW_LATENCY if self._ll else ep.Algorithm.HIGH_THROUGHPUT,
             num_experts=spec.experts,
-            max_dispatch_tokens_per_rank=spec.tokens,
-            max_recv_tokens_per_rank=0 if self._ll else max(rows, spec.tokens),
+            max_dispatch_tokens_per_rank=spec.tokens if self._ll else most_tokens(spec),
+            max_recv_tokens_per_rank=0 if self._ll else most_rows(spec, self._world.size),
             max_token_bytes=spec.row_bytes,
             max_num_sms=self._sms,
             num_topk=spec.topk,
@@ -281,6 +287,17 @@ class NcclEp:
             combine.append("the sum of a rank's rows")
         named = {"dispatch": dispatch, "combine": combine, "exchange": [*dispatch, *combine]}
         return {op: ", ".join(work) or None for op, work in named.items()}
+
+
+def most_tokens(spec: ExchangeSpec) -> int:
+    """Return the tokens of a rank that high throughput reserves memory for: T, or a few more."""
+    return round_up(spec.tokens, TOKENS_STEP)
+
+
+def most_rows(spec: ExchangeSpec, size: int) -> int:
+    """Return the rows that a rank may receive by high throughput."""
+    tokens = most_tokens(spec)
+    return max(spec.rows(size), tokens) if spec.layout == "expert" else size * tokens
 
 
 def current_stream(device: torch.device) -> int:

@@ -49,6 +49,10 @@ NVCC_START_S = 240.0
 
 NCCL_EP = ("nccl_ep", "nccl_ep_ll")
 """NCCL EP by its algorithms for many tokens (high throughput) and for few (low latency)."""
+LOW_LATENCY_EXPERTS = 14
+"""The most experts that an SM serves in its low latency."""
+GUARDED_SMS = 16
+"""SMs that its guard between two rounds of high throughput has barriers for."""
 
 _POLL_S = 0.1
 _KILL_S = 5.0
@@ -78,6 +82,8 @@ class Answer:
 
     value: Any = None
     failure: str | None = None
+    explained: bool = True
+    """Whether the failure says why. An error code does not; then the reason is among the lines that were printed."""
 
 
 @dataclass(frozen=True)
@@ -127,7 +133,7 @@ class SystemProcess:
             raise SystemFailed(f"its process {self._ending()}{self._crash_report()}") from error
         assert isinstance(answer, Answer)
         if answer.failure is not None:
-            raise SystemFailed(answer.failure)
+            raise SystemFailed(answer.failure + ("" if answer.explained else self._crash_report()))
         return answer.value
 
     def close(self) -> None:
@@ -233,7 +239,7 @@ def environment(job: Job, uuids: Sequence[str], rank: int) -> dict[str, str]:
         return seen | {"EP_DISABLE_GIN": "1", "EP_SUPPRESS_NCCL_CHECK": "1"} | folders
     if job.exchange.backend in NCCL_EP:
         # Kernels of peers map its memory. It compiles its own by the nvcc that CUDA_HOME names.
-        return seen | {"NCCL_CUMEM_ENABLE": "1"} | _compiler()
+        return seen | {"NCCL_CUMEM_ENABLE": "1"} | _guard(job) | _compiler()
     return seen | {
         "NVSHMEM_DISABLE_CUDA_VMM": "1",
         "NVSHMEM_SYMMETRIC_SIZE": str(heap_bytes(spec_of(job), job.world.ranks)),
@@ -241,6 +247,13 @@ def environment(job: Job, uuids: Sequence[str], rank: int) -> dict[str, str]:
         "NVSHMEM_DISABLE_NCCL": "1",
         "TORCH_SYMMMEM_IMPLICIT_POOL": "0",
     }
+
+
+def _guard(job: Job) -> dict[str, str]:
+    """Leave out the guard where it has too few barriers. Each dispatch gathers the routing, so no round overtakes."""
+    sms = job.exchange.sms
+    unguarded = job.exchange.backend == "nccl_ep" and isinstance(sms, int) and sms > GUARDED_SMS
+    return {"NCCL_EP_DISABLE_GUARD": "1"} if unguarded else {}
 
 
 def _compiler() -> dict[str, str]:
@@ -324,6 +337,9 @@ def refusal(job: Job) -> str | None:
         return f"rows of {dtype}; {backend} takes bfloat16"
     if backend == "nccl_ep" and exchange.layout == "expert" and exchange.alignment.bit_count() != 1:
         return f"experts at multiples of {exchange.alignment} rows; nccl_ep takes powers of two"
+    least = -(-job.shape.experts // LOW_LATENCY_EXPERTS)
+    if backend == "nccl_ep_ll" and isinstance(exchange.sms, int) and exchange.sms < least:
+        return f"{exchange.sms} SMs; nccl_ep_ll takes {least} or more for {job.shape.experts} experts"
     return None
 
 

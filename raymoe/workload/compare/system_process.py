@@ -177,7 +177,7 @@ def serve(connection: Connection) -> None:
     except Exception as error:  # noqa: BLE001 - another system may raise anything; the answer says it
         known = isinstance(error, RaymoeError)
         first = next(iter(str(error).splitlines()), "")
-        connection.send(Answer(failure=first if known else f"{type(error).__name__}: {first}"))
+        connection.send(Answer(failure=first if known else f"{type(error).__name__}: {first}", explained=known))
 
 
 def main(fd: int) -> None:

@@ -27,6 +27,10 @@ def main(fd: int) -> None:
         time.sleep(60)
     connection.send(Answer({"rank": order.rank}))
     assert [descriptor["rank"] for descriptor in connection.recv()] == [0, 1]
+    if mine and script == "codes":
+        print("too few experts", flush=True)
+        connection.send(Answer(failure="Error 5", explained=False))
+        return
     if mine and script == "refuses":
         connection.send(Answer(failure="only 3 experts"))
         return

@@ -50,6 +50,9 @@ class FakeGroup:
         self.ep, self.rank, self.config = ep, comm.rank, config
         assert comm.nranks == SIZE and comm.unique_id == b"an id"
         assert config.max_token_bytes == 2 * 256 and config.timeout_ns > 0
+        if config.algorithm == FakeEp.Algorithm.HIGH_THROUGHPUT:
+            assert config.max_dispatch_tokens_per_rank % 4 == 0, "with two ranks it takes no odd number"
+            assert config.max_recv_tokens_per_rank >= config.max_dispatch_tokens_per_rank
 
     def create_handle(self, layout: int, ids: Any, **given: Any) -> FakeHandle:
         low_latency = self.config.algorithm == FakeEp.Algorithm.LOW_LATENCY
@@ -86,6 +89,8 @@ class FakeHandle:
         return [-(-count // self.align) * self.align if self.align else count for count in counts], tokens
 
     def dispatch(self, inputs: Any, outputs: Any, *, layout_info: Any, config: Any, stream: int) -> None:  # noqa: ARG002
+        if not self.low_latency:
+            assert len(outputs.tokens) >= self.group.config.max_recv_tokens_per_rank
         carries = getattr(inputs, "topk_weights", None)
         assert (carries is None) == (self.low_latency and self.layout == 1)
         everyone = self.group.ep.meet(
@@ -167,8 +172,8 @@ def fakes(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("layout", ["expert", "rank"])
 @pytest.mark.parametrize("low_latency", [True, False])
 def test_documented_results_are_accepted_and_spoilt_ones_are_reported(low_latency, layout, routing):
-    spec = ExchangeSpec(tokens=12, hidden=256, experts=8, topk=3, alignment=4, layout=layout)
-    drawn = {"kind": "uniform", "seed": 1, "ranks": SIZE, "tokens": 12, "experts": 8, "topk": 3, **routing}
+    spec = ExchangeSpec(tokens=13, hidden=256, experts=8, topk=3, alignment=4, layout=layout)
+    drawn = {"kind": "uniform", "seed": 1, "ranks": SIZE, "tokens": 13, "experts": 8, "topk": 3, **routing}
 
     def steps(world: Any) -> list[str | None]:
         inputs = Inputs(Routing(**drawn), world.rank, 256, torch.bfloat16)
@@ -260,8 +265,18 @@ def test_its_process_gets_memory_that_peers_map_and_a_compiler(monkeypatch: pyte
     assert environment(job("nccl_ep"), ["a", "b"], rank=0) == variables
 
 
+@pytest.mark.parametrize(
+    ("backend", "sms", "unguarded"),
+    [("nccl_ep", 16, False), ("nccl_ep", 17, True), ("nccl_ep", "auto", False), ("nccl_ep_ll", 24, False)],
+)
+def test_its_guard_is_left_out_where_it_has_too_few_barriers(backend: str, sms: int | str, unguarded: bool) -> None:
+    assert ("NCCL_EP_DISABLE_GUARD" in environment(job(backend, sms=sms), ["a", "b"], rank=0)) == unguarded
+
+
 def test_what_it_cannot_run_is_refused_before_it_starts() -> None:
     assert refusal(job("nccl_ep")) is None and refusal(job("nccl_ep_ll", alignment=24)) is None
+    assert refusal(job("nccl_ep_ll", sms=2)) == "2 SMs; nccl_ep_ll takes 3 or more for 32 experts"
+    assert refusal(job("nccl_ep_ll", sms=3)) is None and refusal(job("nccl_ep", sms=2)) is None
     assert refusal(job("nccl_ep", alignment=24)) == "experts at multiples of 24 rows; nccl_ep takes powers of two"
     assert "nccl_ep_ll is run with rows of the dtype" in str(
         refusal(job("nccl_ep_ll", wire={"dispatch": "float8_e4m3"}, output="raw"))

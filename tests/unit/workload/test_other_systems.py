@@ -187,6 +187,7 @@ def test_a_working_system_has_lines_like_a_backend(scripted, monkeypatch):
 FAILURES = {
     "ends": "rank 1: its process ended with code 3: cannot find a network",
     "hangs": "rank 1: no answer within 10 s",
+    "codes": "rank 1: Error 5: too few experts",
     "refuses": "rank 1: only 3 experts",
     "crashes": "rank 1: its process was ended by signal 6",
     "lies": "rank 1: its dispatch of step 2 was wrong: nothing came",
@@ -196,7 +197,7 @@ FAILURES = {
 @pytest.mark.parametrize(
     ("script", "said"),
     [
-        pytest.param(*each, marks=pytest.mark.thorough if each[0] in ("hangs", "crashes", "refuses") else ())
+        pytest.param(*each, marks=pytest.mark.thorough if each[0] in ("hangs", "crashes", "codes", "refuses") else ())
         for each in FAILURES.items()
     ],
     ids=FAILURES,
