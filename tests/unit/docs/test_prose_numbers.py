@@ -181,7 +181,7 @@ CLAIMS = [
     Claim(
         "docs/products.md",
         "8 bits take # of the time at 8 rows and # at 64, where memory bounds. "
-        "At 512, 1024 and 4096 rows they take #, # and # of `dense`",
+        "At 512, 1024 and 4096 rows they took #, # and # of `dense`",
         (
             lambda: _eight(8, "raymoe"),
             lambda: _eight(64, "raymoe"),
