@@ -14,7 +14,7 @@ from raymoe.cuda.launch import Field, Launch, Shape
 from raymoe.cuda.launcher import Copies, Launcher
 from raymoe.cuda.params import Params
 from raymoe.exchange.peer.build import Build, Grids
-from raymoe.exchange.peer.combine import CombineCall, combine_source, with_ll_statuses
+from raymoe.exchange.peer.combine import CombineCall, combine_source, with_feeds, with_ll_statuses
 from raymoe.exchange.peer.dispatch import (
     ChunkedDispatchParams,
     DispatchCall,
@@ -138,6 +138,7 @@ class Stages:
         """
         space, spec, grid = self.build.space, self.build.spec, self.grids.combine
         source = combine_source(spec.dtype, space.stamped, space.traces, spec.combine_wire, grid.warps, carries)
+        source = with_feeds(source, grid.fed)
         params = self.build.combine_params(grid, parts, carries)
         if ll_statuses:
             source, params = with_ll_statuses(source), replace(params, statuses=space.buffers("ll_statuses"))
