@@ -201,16 +201,14 @@ def is_fed(sms: int) -> bool:
 
 
 def fed(grid: CombineGrid, shared_bytes: int) -> CombineGrid:
-    """Return the grid for rows that come through slots, or `grid` where its warps' slots do not fit.
+    """Return the grid for rows that come through slots, with as many warps as have room for theirs.
 
     >>> grid = grid_of(14336, 4096, 24, 231424, warps=WIDE)
-    >>> fed(grid, 231424).shared_bytes, fed(grid, 99328) == grid
-    (229888, True)
+    >>> [(few.warps, few.shared_bytes) for few in (fed(grid, 231424), fed(grid, 99328))]
+    [(16, 229888), (6, 86208)]
     """
-    needed = grid.warps * FED_WARP_BYTES
-    if needed > shared_bytes:
-        return grid
-    return replace(grid, local_warps=grid.warps, shared_bytes=needed, fed=True)
+    warps = min(grid.warps, shared_bytes // FED_WARP_BYTES)
+    return replace(grid, warps=warps, local_warps=warps, shared_bytes=warps * FED_WARP_BYTES, fed=True)
 
 
 def most_pieces(tokens: int) -> int:
