@@ -138,10 +138,11 @@ class Stages:
         """
         space, spec, grid = self.build.space, self.build.spec, self.grids.combine
         source = combine_source(spec.dtype, space.stamped, space.traces, spec.combine_wire, grid.warps, carries)
-        source = with_feeds(source, grid.fed)
         params = self.build.combine_params(grid, parts, carries)
         if ll_statuses:
             source, params = with_ll_statuses(source), replace(params, statuses=space.buffers("ll_statuses"))
+        else:  # few tokens gain nothing, and with their statuses the build would spill
+            source = with_feeds(source, grid.fed)
         return Stage(source, grid.shape(parts), params)
 
     def _dispatch_params(self, parts: int) -> DispatchParams:

@@ -503,7 +503,7 @@ __device__ __forceinline__ void bulk_wait() {
     asm volatile("cp.async.bulk.wait_group %0;" ::"n"(younger) : "memory");
 }
 
-// Copies 16 bytes from global to shared memory, past the L1 cache, if `wanted`. An ordinary access of this thread, which
+// Copies 16 bytes from global to shared memory, past the L1 cache, if `wanted`. An ordinary access of this thread that
 // completes with the group that it is committed to, and only there. Groups are per thread.
 __device__ __forceinline__ void copy_16_if(bool wanted, u32 shared, const u8* global) {
     asm volatile("{.reg .pred p; setp.ne.u32 p, %2, 0; @p cp.async.cg.shared.global [%0], [%1], 16;}" ::"r"(shared),

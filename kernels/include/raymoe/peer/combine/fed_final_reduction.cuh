@@ -1,8 +1,8 @@
-// The final reduction of final_reduction.cuh for builds with FED_ROWS: own experts' rows and the sums of other ranks come
-// through slots in shared memory (row_feed.cuh). Pieces and sums are the same, bit for bit.
+// The final reduction of final_reduction.cuh for builds with FED_ROWS: own experts' rows and the sums of other ranks
+// come through slots in shared memory (row_feed.cuh). Pieces and sums are the same, bit for bit.
 //
-// While a warp sums a piece, it copies the own experts' rows of the next one, waits for the words of that one, and copies
-// the sums of other ranks.
+// While a warp sums a piece, it copies the own experts' rows of the next one, waits for the words of that one, and
+// copies the sums of other ranks.
 #pragma once
 
 #include "raymoe/peer/combine/combine.cuh"

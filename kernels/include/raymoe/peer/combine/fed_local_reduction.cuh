@@ -1,8 +1,8 @@
 // The local reduction of local_reduction.cuh for builds with FED_ROWS: experts' rows come through slots in shared
 // memory (row_feed.cuh). Items, pieces, words and sums are the same, bit for bit.
 //
-// While a warp sums an item, it copies the rows of the next one, asks for the places of the one after that, and takes one
-// more from the count.
+// While a warp sums an item, it copies the rows of the next one, asks for the places of the one after that, and takes
+// one more from the count.
 #pragma once
 
 #include "raymoe/peer/combine/combine.cuh"
