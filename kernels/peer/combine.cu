@@ -7,9 +7,6 @@
 //                     (final_reduction.cuh)
 // Both work on pieces of rows. So a few tokens are work for many warps.
 //
-// With FED_ROWS, for few SMs, the rows that both add come by asynchronous copies through slots in shared memory
-// (row_feed.cuh, fed_local_reduction.cuh, fed_final_reduction.cuh). Words and sums are the same.
-//
 // With CARRIES a float32 number of each entry (token, k) is returned too, the gradient of its weight. An expert is on
 // one rank, so of each number one rank has it, and the others send zero bits.
 //
@@ -28,7 +25,7 @@
 //   arrivals  writer: bulk stores of the piece; cp.async.bulk.wait_group (not .read); fence.acq_rel.sys; relaxed store.
 //             Numbers, with the first piece of a token: ordinary stores of the warp; __syncwarp; the same fence
 //             reader: for each rank one thread of a final-reduction warp: acquire; __syncwarp; ordinary loads of the
-//             slot, or with FED_ROWS cp.async. No bulk load reads a slot, so no proxy fence is needed
+//             slot. No bulk load reads a slot, so no proxy fence is needed
 //   done      writer: each warp waits for all its bulk stores; __syncthreads; for each peer one thread: relaxed store,
 //             without a fence, because no data is read because of this word
 //             reader: the last block out: acquire; then it ends the run
@@ -50,10 +47,6 @@
 #include "raymoe/base/ptx.cuh"
 #include "raymoe/peer/combine/local_reduction.cuh"
 #include "raymoe/peer/combine/final_reduction.cuh"
-#if FED_ROWS
-#include "raymoe/peer/combine/fed_final_reduction.cuh"
-#include "raymoe/peer/combine/fed_local_reduction.cuh"
-#endif
 #include "raymoe/peer/ll/statuses_ll.cuh"
 #include "raymoe/base/sync.cuh"
 #include "raymoe/base/vectors.cuh"
@@ -66,14 +59,6 @@
 #endif
 
 namespace raymoe {
-
-#if FED_ROWS
-template <class Type>
-using Reduction = FedLocalReduction<Type>;
-#else
-template <class Type>
-using Reduction = LocalReduction<Type>;
-#endif
 
 __device__ __forceinline__ ptx::Bytes16 status(const CombineParams& p) {
     return status_of(p, ptx::load_16(reinterpret_cast<const u8*>(&p.summary->refusal)));
@@ -167,7 +152,7 @@ __device__ inline void fill_all_with_nan(const CombineParams& p, u32 first, u32 
 // Computes rows of y as block number `block` of the final reduction. All threads of the block call this. If a wait
 // fails, the last block out fills y with NaN.
 template <class Type>
-__device__ inline void sum_rows(const CombineParams& p, u64 epoch, u32 block, u8* shared) {
+__device__ inline void sum_rows(const CombineParams& p, u64 epoch, u32 block) {
     const Verdict verdict = await_statuses(p, epoch, false);
     if (!verdict.ok) {
         return;
@@ -178,11 +163,7 @@ __device__ inline void sum_rows(const CombineParams& p, u64 epoch, u32 block, u8
         fill_all_with_nan<Type>(p, warp, warps);
         return;
     }
-#if FED_ROWS
-    FedFinalReduction<Type>(p, epoch, warp, warps, shared).run();
-#else
     FinalReduction<Type>(p, epoch, warp, warps).run();
-#endif
 }
 
 // All threads of the last block out call this. The block has acquired what all other blocks did.
@@ -212,7 +193,7 @@ __device__ inline void combine_rows(const CombineParams& p, u8* shared) {
     const u32 local_blocks = p.parts & PART_REDUCE ? p.local_blocks : 0;
     CombineRun run;
     if (blockIdx.x < local_blocks) {
-        Reduction<Type> reduction(p, blockIdx.x, shared);
+        LocalReduction<Type> reduction(p, blockIdx.x, shared);
         reduction.begin();
         run = beginning.run();
         if (run.may && blockIdx.x == 0) {
@@ -225,7 +206,7 @@ __device__ inline void combine_rows(const CombineParams& p, u8* shared) {
     } else {
         run = beginning.run();
         if (run.may) {
-            sum_rows<Type>(p, run.epoch, blockIdx.x - local_blocks, shared);
+            sum_rows<Type>(p, run.epoch, blockIdx.x - local_blocks);
         }
     }
     if (!(p.parts & PART_SUM)) {

@@ -61,8 +61,8 @@ def _few(file: str, old: str, new: str = "", **fields: Any) -> InjectedBug:
     return _injected("few", file, old, new, **fields)
 
 
-def _long(file: str, old: str) -> InjectedBug:
-    return _injected("fused", file, old, shape=long_pieces, tokens=12, hidden=3000)
+def _long(old: str) -> InjectedBug:
+    return _injected("fused", "local_reduction.cuh", old, shape=long_pieces, tokens=12, hidden=3000)
 
 
 SYSTEM_FENCE = "ptx::fence_acq_rel_sys();  // orders"
@@ -160,56 +160,22 @@ INJECTED_BUGS = {
         ranks=2,
     ),
     "sums announced when they are read": _injected(
-        "fused", "pushes.cuh", "ptx::bulk_wait<1>();", "ptx::bulk_wait_read<1>();"
+        "fused", "local_reduction.cuh", "ptx::bulk_wait<1>();", "ptx::bulk_wait_read<1>();"
     ),
-    "no fence before a sum's word": _injected("fused", "pushes.cuh", f"{SYSTEM_FENCE} the pieces, whose", "//"),
+    "no fence before a sum's word": _injected(
+        "fused", "local_reduction.cuh", f"{SYSTEM_FENCE} the pieces, whose", "//"
+    ),
     "no fence before a sum leaves its stage": _injected(
-        "fused", "sum_stages.cuh", "ptx::fence_proxy_async_shared();  // orders this thread's stores", "//"
+        "fused", "local_reduction.cuh", "ptx::fence_proxy_async_shared();  // orders this thread's stores", "//"
     ),
     "no fence before a stamp leaves": _injected(
         "fused", "sending.cuh", "ptx::fence_proxy_async_shared();  // orders the stamp", "//", stamped=True
     ),
     "a sum's stage is overwritten too early": _injected(
-        "fused", "sum_stages.cuh", "groups_++ % STEPS_UNDER_WAY", "groups_++ * 0"
+        "fused", "local_reduction.cuh", "groups_++ % STEPS_UNDER_WAY", "groups_++ * 0"
     ),
-    "sums of three steps announced without a wait": _long("pushes.cuh", "ptx::bulk_wait<3>();"),
-    "a step's stage is overwritten too early": _long("sum_stages.cuh", "ptx::bulk_wait_read<STEPS_UNDER_WAY - 1>();"),
-    # Rows that a combine adds come through slots.
-    "a row is added before it is copied": _few("row_feed.cuh", "        wait_for_oldest();\n", ""),
-    "one copy too few is waited for": _few(
-        "row_feed.cuh", "case 2: ptx::copies_wait<1>()", "case 2: ptx::copies_wait<2>()"
-    ),
-    "rows are copied into slots that are not read": _few("row_feed.cuh", "copies_ != SLOTS", "copies_ <= SLOTS"),
-    "copies are not a group": _few("row_feed.cuh", "        ptx::copies_commit();\n", ""),
-    "sums are copied before their words": _few(
-        "row_feed.cuh", "arrived_ = false;\n        begin", "arrived_ = true;\n        begin"
-    ),
-    "sums are copied after the word of one rank": _few(
-        "row_feed.cuh",
-        ".await(piece_.number, piece_.ranks)",
-        ".await(piece_.number, piece_.ranks & -piece_.ranks)",
-        ranks=3,
-    ),
-    "rows are copied for one step only": _few(
-        "row_feed.cuh", "step_ + STEP < piece_.last", "false", shape=long_pieces, tokens=12, hidden=3000
-    ),
-    "pieces are left out where rows come through slots": _few(
-        "fed_final_reduction.cuh", "after = 2 * warps_ +", "after = 3 * warps_ +"
-    ),
-    "items are left out where rows come through slots": _few(
-        "fed_local_reduction.cuh", "after = 2 * warps +", "after = 3 * warps +"
-    ),
-    "one buffer of sums where rows come through slots": InjectedBug(
-        "few",
-        (
-            Change("fed_local_reduction.cuh", "p_.slot_at(source, epoch_ & 1, p", "p_.slot_at(source, 0, p"),
-            Change("row_feed.cuh", "p_.slot_at(p_.peers.rank, epoch_ & 1,", "p_.slot_at(p_.peers.rank, 0,"),
-        ),
-        stamped=True,
-        form="pairs",
-        routings=("uniform",) * 8,
-        ranks=2,
-    ),
+    "sums of three steps announced without a wait": _long("ptx::bulk_wait<3>();"),
+    "a step's stage is overwritten too early": _long("ptx::bulk_wait_read<STEPS_UNDER_WAY - 1>();"),
     # Blocks send and place.
     "a mixed block says done by threads that place": _few(
         "sending.cuh", "const u32 thread = threadIdx.x - FIRST_SENDER * 32;", "const u32 thread = threadIdx.x;"
@@ -278,7 +244,7 @@ INJECTED_BUGS = {
         "fused", "placing.cuh", "__syncwarp();  // hands the row, which one", "//", stamped=True
     ),
     "a vote instead of __syncwarp hands pieces over": _injected(
-        "fused", "piece_arrivals.cuh", "__syncwarp();  // hands what was acquired", "//"
+        "fused", "final_reduction.cuh", "__syncwarp();  // hands what was acquired", "//"
     ),
     "no fence before a stage is filled again": _injected(
         "fused",
@@ -381,9 +347,9 @@ BY_ERROR = {
         "ring.cuh", "ptx::barrier_expect(barrier, chunk.bytes);", "ptx::barrier_expect(barrier, chunk.bytes + 16);"
     ),
     "two different collectives": Change(
-        "sum_stages.cuh",
-        "        __syncwarp();\n        return stage;",
-        "        if (!leads_) __syncwarp();\n        return stage;",
+        "local_reduction.cuh",
+        "            __syncwarp();\n            sum_step(",
+        "            if (!leads_) __syncwarp();\n            sum_step(",
     ),
     "still read its shared memory": Change("ring.cuh", "void drain() { ptx::bulk_wait<0>(); }", "void drain() {}"),
 }

@@ -1,12 +1,11 @@
 """Time dispatch and combine on some SMs by each way that the code has, in turns, and compare their results bit by bit.
 
     torchrun --nproc-per-node 2 -m tests.perf.few_sms --out few_sms.jsonl
-    torchrun --nproc-per-node 2 -m tests.perf.few_sms --sms 24 --layouts rank --ways all mixed --rounds 21
+    torchrun --nproc-per-node 2 -m tests.perf.few_sms --sms 24 --layouts rank --rounds 21
 
-The ways: `all` as on all SMs; `mixed`: every block of a dispatch sends and places; `fed`: rows that a combine adds come
-through slots in shared memory; and some settings of these. The code chooses by the number of SMs
-(raymoe/exchange/peer/dispatch_grid.py, combine.py); here the choice is made by hand. All ways must give the same rows
-and the same y: the first difference ends the run with 1.
+The ways: `all` as on all SMs; `mixed`: every block of a dispatch sends and places. The code chooses by the number of
+SMs (raymoe/exchange/peer/dispatch_grid.py); here the choice is made by hand. All ways must give the same rows and the
+same y: the first difference ends the run with 1.
 Times are by the clock of the workload exchange: graphs, a cold L2 cache, the slowest rank, in microseconds.
 """
 
@@ -28,51 +27,20 @@ import torch
 import torch.distributed as dist
 
 import raymoe
-from raymoe.exchange.peer.dispatch_grid import Division
+from raymoe.exchange.peer import dispatch_grid
 from raymoe.workload.clock import OpClock, calls_of
 
-
-def no(*_: object) -> bool:
-    return False
-
-
-def yes(*_: object) -> bool:
-    return True
-
-
-ALL: dict[str, Any] = {"dispatch_grid.is_mixed": no, "combine.is_fed": no}
-MIXED, FED = ALL | {"dispatch_grid.is_mixed": yes}, ALL | {"combine.is_fed": yes}
-
-
-def divided(placing: Division, staying: Division) -> dict[str, Any]:
-    """Return the way of mixed blocks whose warps are divided so, with layout expert and with layout rank."""
-    return MIXED | {"dispatch_grid.PLACING": placing, "dispatch_grid.STAYING": staying}
-
-
 WAYS: dict[str, dict[str, Any]] = {
-    "all": ALL,
-    "mixed": MIXED,
-    "mixed2": divided(Division(2, 3, 1 / 2, 8, 3), Division(2, 5, 3 / 4, 2, 2)),
-    "mixed3": divided(Division(1, 3, 1 / 2, 8, 3), Division(4, 2, 3 / 4, 2, 2)),
-    "mixed4": divided(Division(1, 4, 1 / 2, 4, 2), Division(3, 3, 3 / 4, 1, 3)),
-    "all1": ALL | {"combine.PIECES": 1},
-    "fed": FED,
-    "fed1": FED | {"combine.PIECES": 1},
-    "fed2": FED | {"combine.PIECES": 2},
-    "fed7": FED | {"combine.PIECES": 7, "combine.STEPS_A_PIECE": 1},
-    "fed_less": FED | {"combine.local_share": lambda *_: 0.41},
-    "fed_more": FED | {"combine.local_share": lambda *_: 0.5},
+    "all": {"is_mixed": lambda *_: False},
+    "mixed": {"is_mixed": lambda *_: True},
 }
-"""What differs in raymoe/exchange/peer/ in each way: which blocks and how many warps of a dispatch send, how a combine
-brings the rows that it adds, in how many pieces, and which share of its blocks is in the local reduction."""
+"""What differs from raymoe/exchange/peer/dispatch_grid.py in each way."""
 
 
 @contextmanager
 def way(name: str) -> Iterator[None]:
     """Choose a way for the exchanges that are made inside this context."""
-    with ExitStack() as patches:
-        for key, value in WAYS[name].items():
-            patches.enter_context(mock.patch(f"raymoe.exchange.peer.{key}", value))
+    with mock.patch.multiple(dispatch_grid, **WAYS[name]):
         yield
 
 
@@ -180,7 +148,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path, help="a file for the raw lines")
     parser.add_argument("--sms", type=int, nargs="+", default=[8, 16, 24, 32, 48, 64, 96, 132])
     parser.add_argument("--layouts", nargs="+", default=["expert", "rank"])
-    parser.add_argument("--ways", nargs="+", choices=list(WAYS), default=["all", "mixed", "fed"])
+    parser.add_argument("--ways", nargs="+", choices=list(WAYS), default=list(WAYS))
     parser.add_argument("--tokens", type=int, default=4096)
     parser.add_argument("--hidden", type=int, default=7168)
     parser.add_argument("--experts", type=int, default=256)

@@ -109,8 +109,6 @@ class Build:
         )
         share = combine.local_share(world.size, spec.topk)
         summing = combine.grid_of(spec.row_bytes, spec.tokens, sms, room, share, warps)
-        if not retypes and combine.is_fed(sms):
-            summing = combine.fed(summing, room)
         moving = dispatch_grid.grid_of(rows, sms, room)
         if mixes and dispatch_grid.is_mixed(sms, placed):
             moving = dispatch_grid.mixed(rows, moving, sms, room)

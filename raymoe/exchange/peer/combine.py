@@ -108,15 +108,6 @@ def with_ll_statuses(source: KernelSource) -> KernelSource:
     return replace(source, defines=(*source.defines, ("LL_STATUSES", "1")))
 
 
-def with_feeds(source: KernelSource, fed: bool) -> KernelSource:
-    """Return the build whose rows come through slots in shared memory, if `fed`.
-
-    >>> with_feeds(combine_source("float16"), fed=True).defines
-    (('ROW_TYPE', 'F16'), ('FED_ROWS', '1'))
-    """
-    return replace(source, defines=(*source.defines, ("FED_ROWS", "1"))) if fed else source
-
-
 def block_warps(capability: tuple[int, int], stamped: bool, retypes: bool) -> int:
     """Return the warps of a block, one block to an SM: as many as there are registers for.
 
@@ -140,13 +131,11 @@ class CombineGrid:
     pieces: int
     together: int
     shared_bytes: int
-    fed: bool = False
-    """Rows that are added come through slots in shared memory."""
 
     def shape(self, parts: int) -> Shape:
         """Return the launch shape for these parts."""
         blocks = (self.local_blocks if parts & REDUCE else 0) + (self.final_blocks if parts & SUM else 0)
-        return Shape(blocks, self.warps * 32, self.shared_bytes if parts & REDUCE or self.fed else 0)
+        return Shape(blocks, self.warps * 32, self.shared_bytes if parts & REDUCE else 0)
 
 
 def local_share(ranks: int, topk: int) -> float:
@@ -169,8 +158,7 @@ def grid_of(
     """Lay out one block of so many warps on each of `sms` SMs; `share` of the blocks reduce.
 
     >>> grid_of(14336, 4096, 132, 231424, local_share(ranks=4, topk=8), WIDE)
-    CombineGrid(local_blocks=60, final_blocks=72, warps=16, local_warps=16, pieces=4, together=2, shared_bytes=132096, \
-fed=False)
+    CombineGrid(local_blocks=60, final_blocks=72, warps=16, local_warps=16, pieces=4, together=2, shared_bytes=132096)
     >>> grid_of(14336, 16, 132, 231424).pieces, grid_of(16, 16, 132, 231424).pieces
     (7, 1)
     >>> grid_of(14336, 4096, 48, 231424).together
@@ -189,26 +177,6 @@ fed=False)
     local_warps = min(warps, shared_bytes // warp_bytes)
     together = FEW_TOGETHER if local_blocks <= FEW_LOCAL_BLOCKS else TOGETHER
     return CombineGrid(local_blocks, final_blocks, warps, local_warps, pieces, together, local_warps * warp_bytes)
-
-
-def is_fed(sms: int) -> bool:
-    """Return whether rows that are added come through slots in shared memory on so many SMs.
-
-    >>> is_fed(132)
-    False
-    """
-    return sms <= MOST_FED_SMS
-
-
-def fed(grid: CombineGrid, shared_bytes: int) -> CombineGrid:
-    """Return the grid for rows that come through slots, with as many warps as have room for theirs.
-
-    >>> grid = grid_of(14336, 4096, 24, 231424, warps=WIDE)
-    >>> [(few.warps, few.shared_bytes) for few in (fed(grid, 231424), fed(grid, 99328))]
-    [(16, 229888), (6, 86208)]
-    """
-    warps = min(grid.warps, shared_bytes // FED_WARP_BYTES)
-    return replace(grid, warps=warps, local_warps=warps, shared_bytes=warps * FED_WARP_BYTES, fed=True)
 
 
 def most_pieces(tokens: int) -> int:
@@ -234,9 +202,6 @@ FEW_LOCAL_BLOCKS, FEW_TOGETHER = 30, 3
 """With few warps, more pieces share a fence: the warps wait for fences longer than readers wait for words. 4096 tokens
 of 7168 took 288 us on 48 SMs with two pieces after a fence, 280 with three, 283 with four; on 64 SMs 239, 232 and 236;
 on all 205, 216 and 228 (2x H200, 2026-11-22)."""
-
-MOST_FED_SMS, FED_WARP_BYTES = 0, 14368
-"""Not measured yet, so nowhere. Bytes of a warp's slots and stages; the same sum as in row_feed.cuh."""
 
 MOST_PIECES = 32
 VECTORS_A_STEP, STEPS_UNDER_WAY = 128, 4

@@ -14,7 +14,7 @@ from raymoe.cuda.launch import Field, Launch, Shape
 from raymoe.cuda.launcher import Copies, Launcher
 from raymoe.cuda.params import Params
 from raymoe.exchange.peer.build import Build, Grids
-from raymoe.exchange.peer.combine import CombineCall, combine_source, with_feeds, with_ll_statuses
+from raymoe.exchange.peer.combine import CombineCall, combine_source, with_ll_statuses
 from raymoe.exchange.peer.dispatch import (
     ChunkedDispatchParams,
     DispatchCall,
@@ -141,8 +141,6 @@ class Stages:
         params = self.build.combine_params(grid, parts, carries)
         if ll_statuses:
             source, params = with_ll_statuses(source), replace(params, statuses=space.buffers("ll_statuses"))
-        else:  # few tokens gain nothing, and with their statuses the build would spill
-            source = with_feeds(source, grid.fed)
         return Stage(source, grid.shape(parts), params)
 
     def _dispatch_params(self, parts: int) -> DispatchParams:

@@ -54,12 +54,6 @@ struct BulkStore {
     std::vector<u8> data;
 };
 
-// An asynchronous copy of 16 bytes into shared memory. It has read its bytes, and stores them some time later.
-struct Copy {
-    u32 shared;
-    u64 bytes[2];
-};
-
 // An mbarrier in shared memory. It also hands what arriving threads know to threads that find a phase over.
 struct ByteBarrier {
     u32 arrivals = 0, missing = 0;
@@ -122,8 +116,6 @@ struct Thread {
     u64 wide[2] = {};  // value of its part of a line
     std::vector<std::shared_ptr<BulkStore>> open;
     std::deque<std::vector<std::shared_ptr<BulkStore>>> groups;
-    std::vector<Copy> open_copies;
-    std::deque<std::vector<Copy>> copy_groups;
     std::vector<u32> unfenced_barriers;
     const char* doing = "runs";
     u64 where = 0, what = 0;

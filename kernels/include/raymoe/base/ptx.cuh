@@ -503,22 +503,6 @@ __device__ __forceinline__ void bulk_wait() {
     asm volatile("cp.async.bulk.wait_group %0;" ::"n"(younger) : "memory");
 }
 
-// Copies 16 bytes from global to shared memory, past the L1 cache, if `wanted`. An ordinary access of this thread that
-// completes with the group that it is committed to, and only there. Groups are per thread.
-__device__ __forceinline__ void copy_16_if(bool wanted, u32 shared, const u8* global) {
-    asm volatile("{.reg .pred p; setp.ne.u32 p, %2, 0; @p cp.async.cg.shared.global [%0], [%1], 16;}" ::"r"(shared),
-                 "l"(global), "r"(static_cast<u32>(wanted))
-                 : "memory");
-}
-
-__device__ __forceinline__ void copies_commit() { asm volatile("cp.async.commit_group;" ::: "memory"); }
-
-// Waits until all groups of copies but the `younger` last ones are complete: this thread then sees their bytes.
-template <int younger>
-__device__ __forceinline__ void copies_wait() {
-    asm volatile("cp.async.wait_group %0;" ::"n"(younger) : "memory");
-}
-
 // Prefetches global memory to the L2 cache if `wanted`. A hint that nothing waits for. A multiple of 16 bytes.
 __device__ __forceinline__ void prefetch_if(bool wanted, const void* at, u32 bytes) {
     asm volatile("{.reg .pred p; setp.ne.u32 p, %2, 0; @p cp.async.bulk.prefetch.L2.global [%0], %1;}" ::"l"(at),

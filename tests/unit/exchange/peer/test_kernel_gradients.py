@@ -131,31 +131,31 @@ WIDE = replace(SPEC, hidden=3072)
 
 @pytest.mark.one_in(2)
 @pytest.mark.parametrize("stamped", [False, True], ids=["", "stamped"])
-@pytest.mark.parametrize("kind", ["fused", "few", "staged"])
+@pytest.mark.parametrize("kind", ["fused", "staged"])
 def test_weights_return_with_rows_of_several_pieces_in_step_after_step(kind: str, stamped: bool) -> None:
     check_weights(kind, WIDE, (7, 5), stamped=stamped, seeds=range(4))
 
 
-_LATE = "pushes_.end_piece(source, number, steps);"
+_LATE = "if (leads_) {\n            if (unannounced_"
 NOT_HANDED_ON = (
-    Change("local_reduction.cuh", "pushes_.push_numbers(slot, entry);\n        }\n        u32", "}\n        u32"),
-    Change("local_reduction.cuh", _LATE, f"if (begin == 0) {{ pushes_.push_numbers(slot, entry); }}\n        {_LATE}"),
+    Change("local_reduction.cuh", "push_numbers(slot, entry);\n        }\n        u32", "}\n        u32"),
+    Change("local_reduction.cuh", _LATE, f"if (begin == 0) {{ push_numbers(slot, entry); }}\n        {_LATE}"),
 )
 """Numbers are stored after the last __syncwarp of a piece, so nothing orders them before its word."""
 
 INJECTED_BUGS = [
     Change("local_reduction.cuh", "if (CARRIES && begin == 0)", "if (CARRIES && last == p_.vectors())"),
     Change(
-        "pushes.cuh",
+        "local_reduction.cuh",
         "const u32 number = p_.number_of(entry);",
         "const u32 number = p_.number_of(entry) & 0xFFFF;",
     ),
-    Change("pushes.cuh", "wire_row_bytes + k * 4, number", "wire_row_bytes + k * 8, number"),
-    Change("piece_arrivals.cuh", "u32 number = p_.number_of(entry);", "u32 number = 0;"),
-    Change("piece_arrivals.cuh", "number |= ptx", "number = ptx"),
+    Change("local_reduction.cuh", "wire_row_bytes + k * 4, number", "wire_row_bytes + k * 8, number"),
+    Change("final_reduction.cuh", "u32 number = p_.number_of(entry);", "u32 number = 0;"),
+    Change("final_reduction.cuh", "number |= ptx", "number = ptx"),
     Change("final_reduction.cuh", "if (CARRIES && step == 0) {", "if (false) {"),
     Change(
-        "piece_arrivals.cuh",
+        "final_reduction.cuh",
         "slot_at(me, epoch_ & 1, __ffs(left) - 1, token)",
         "slot_at(me, 0, __ffs(left) - 1, token)",
     ),
@@ -207,7 +207,7 @@ def test_exchanges_of_two_sizes_take_turns_on_one_workspace(kinds: tuple[str, st
 
 def test_reading_the_own_slot_is_found_where_sizes_take_turns() -> None:
     with pytest.raises((AssertionError, EmulatorError, RaymoeError)):
-        check_two_sizes(("fused", "fused"), (Change("piece_arrivals.cuh", "mask & ~(1u << me); left", "mask; left"),))
+        check_two_sizes(("fused", "fused"), (Change("final_reduction.cuh", "mask & ~(1u << me); left", "mask; left"),))
 
 
 def test_weights_are_nan_where_a_peer_does_not_come() -> None:

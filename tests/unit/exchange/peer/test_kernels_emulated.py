@@ -40,27 +40,6 @@ def test_rows_arrive_as_planned_and_return_summed(number):
     list(RUNS.values())[number].judged(seed=number)
 
 
-@pytest.mark.parametrize(
-    "spec",
-    [{"hidden": 1000}, {"hidden": 520, "dtype": "float32"}, {"hidden": 2104, "dtype": "float16"}, {"topk": 12}],
-    ids=["bfloat16", "float32", "float16", "all experts"],
-)
-def test_few_sms_give_the_bits_of_all(spec):
-    """Rows that come through slots are added in the same order, and rounded once, as rows that come by loads."""
-    results = {}
-    for kind in ("fused", "few"):
-        case = Case(3, spec_for(kind, **spec), "auto", ("uniform", "skewed"), seed=7)
-        with Emulator(3) as emulator:
-            spaces = workspaces(emulator, case.spec)
-            steps = Steps(emulator, case, [backend(kind, space, case.spec, small) for space in spaces])
-            for step in range(2):
-                steps.enqueue(step)
-            emulator.run(seed=1)
-            results[kind] = [result.y for step in steps.results for result in step]
-    for plain, few in zip(results["fused"], results["few"], strict=True):
-        assert np.array_equal(plain, few)
-
-
 def test_a_seed_determines_the_interleaving():
     run = replace(RUNS["fused on 2"], routings=("uniform", "skewed"))
     assert run.judged(5) == run.judged(5) != run.judged(6)
@@ -432,11 +411,6 @@ LEFT_OUT = {
     ("fused", "statuses"): Change("combine.cu", _TO_ALL, f"if (!(p.peers.rank == RANK && epoch == 3)) {_TO_ALL}"),
     ("fused", "sums"): Change(
         "local_reduction.cuh", "if (hits != 0) {", "if (hits != 0 && !(p_.peers.rank == RANK && epoch_ == 3)) {"
-    ),
-    ("few", "sums"): Change(
-        "fed_local_reduction.cuh",
-        "wanted = item < items",
-        "wanted = !(p_.peers.rank == RANK && epoch_ == 3) && item < items",
     ),
     ("fused", "done of sums"): Change(
         "local_reduction.cuh",

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 
 import pytest
@@ -17,7 +17,7 @@ import pytest
 from raymoe.errors import PeerTimeout, RaymoeError
 from tests.emulator.build import Change, compiler
 from tests.emulator.cases import FP8
-from tests.emulator.machine import Emulator, EmulatorError
+from tests.emulator.machine import Emulator
 from tests.emulator.ranks import LONG_S, backend, small, spec_for, workspaces
 from tests.emulator.steps import Steps
 from tests.unit.exchange.exchange_cases import Case
@@ -55,9 +55,6 @@ SENT = (Change("sending.cuh", "parity_(epoch & 1)", "parity_((epoch & 1) ^ (epoc
 REDUCED = (
     Change("local_reduction.cuh", "slot_at(source, epoch_ & 1,", "slot_at(source, (epoch_ & 1) ^ (epoch_ == 3),"),
 )
-REDUCED_IN_SLOTS = (
-    Change("fed_local_reduction.cuh", "slot_at(source, epoch_ & 1,", "slot_at(source, (epoch_ & 1) ^ (epoch_ == 3),"),
-)
 QUANTISED = (
     Change("quantised_sending.cuh", "slot_at(peer_, epoch_ & 1,", "slot_at(peer_, (epoch_ & 1) ^ (epoch_ == 3),"),
 )
@@ -79,7 +76,6 @@ STALE = {
     "sums of fused": Stale("fused", REDUCED, op="combine"),
     "sums of fused, in halves": Stale("fused", REDUCED, op="combine", form="halves"),
     "sums of staged": Stale("staged", REDUCED, op="combine"),
-    "sums of few SMs": Stale("few", REDUCED_IN_SLOTS, op="combine"),
 }
 
 
@@ -93,19 +89,6 @@ def test_with_stamps_an_older_row_in_a_slot_is_reported(stale):
             for each in steps.backends:
                 with pytest.raises(RaymoeError, match=told):
                     each.check()
-
-
-def test_a_block_that_ends_before_its_copies_after_an_older_row_is_found():
-    """The warp that finds the older row has begun to copy rows of its next piece."""
-    ends = replace(
-        STALE["sums of few SMs"],
-        changes=(*REDUCED_IN_SLOTS, Change("fed_final_reduction.cuh", "        feed_.drain();", "")),
-        spec={"tokens": 40},
-    )
-    with pytest.raises(EmulatorError, match="its block ends while copies"):
-        for seed in range(20):
-            with ends.three_runs(seed, stamped=True):
-                pass
 
 
 @pytest.mark.one_in(3)

@@ -15,13 +15,8 @@
 #define CARRIES 0  // 1: a float32 number of each entry (token, k) is returned beside the sum of its token
 #endif
 
-#ifndef FED_ROWS
-#define FED_ROWS 0  // 1: rows that are added come through slots in shared memory (row_feed.cuh). For few SMs
-#endif
-
 namespace raymoe {
 
-constexpr bool FED = FED_ROWS;
 using Crossed = Crossing<ROW_TYPE, WIRE_TYPE>;
 
 // The vectors of a piece are a multiple of this, so that it begins at a multiple of 16 bytes on the wire.

@@ -9,7 +9,6 @@
 
 #include "raymoe/peer/combine/adding.cuh"
 #include "raymoe/peer/combine/combine.cuh"
-#include "raymoe/peer/combine/piece_arrivals.cuh"
 
 namespace raymoe {
 
@@ -17,7 +16,7 @@ template <class Type>
 class FinalReduction {
   public:
     __device__ FinalReduction(const CombineParams& p, u64 epoch, u32 warp, u32 warps)
-        : p_(p), epoch_(epoch), arrivals_(p, epoch), warps_(warps), at_(warp) {}
+        : p_(p), epoch_(epoch), warps_(warps), at_(warp) {}
 
     // Computes the warp's pieces; ends early if a wait fails. All threads of the warp call this.
     __device__ __forceinline__ void run() {
@@ -66,17 +65,17 @@ class FinalReduction {
                     own[i] = Crossed::pack(sums[i]);
                 }
             }
-            if (step == begin && !arrivals_.await(number, mask)) {
+            if (step == begin && !await_piece(number, mask)) {
                 return false;
             }
             if (CARRIES && step == 0) {
-                arrivals_.gather_numbers(token, mask, entry);
+                gather_numbers(token, mask, entry);
             }
             float sums[UNROLL][Type::COUNT] = {};
             for (u32 left = mask; left != 0; left &= left - 1) {
                 const u32 rank = __ffs(left) - 1;
                 if (rank == me) {
-                    add_own<Type>(own, sums);
+                    add(own, sums);
                     continue;
                 }
                 const u32 next = left & (left - 1);
@@ -95,9 +94,63 @@ class FinalReduction {
         return true;
     }
 
+    // Stores the numbers of a token's entries, whose first piece has arrived. An entry's bits are zero on all ranks but
+    // one, so those of all ranks together are its number.
+    __device__ __forceinline__ void gather_numbers(u32 token, u32 mask, u64 entry) const {
+        const u32 k = threadIdx.x % 32, me = p_.peers.rank;
+        u32 number = p_.number_of(entry);
+        for (u32 left = mask & ~(1u << me); left != 0; left &= left - 1) {
+            const u8* slot = p_.slot_at(me, epoch_ & 1, __ffs(left) - 1, token);
+            number |= ptx::load_4_if(k < p_.topk, slot + p_.wire_row_bytes + k * 4, 0);
+        }
+        if (k < p_.topk) {
+            ptx::store_4(p_.returned_numbers + (static_cast<u64>(token) * p_.topk + k) * 4, number);
+        }
+    }
+
+    __device__ static __forceinline__ void add(const Crossed (&own)[UNROLL], float (*sums)[Type::COUNT]) {
+#pragma unroll
+        for (u32 i = 0; i < UNROLL; ++i) {
+            float values[Type::COUNT];
+            own[i].unpack(values);
+#pragma unroll
+            for (u32 j = 0; j < Type::COUNT; ++j) {
+                sums[i][j] += values[j];
+            }
+        }
+    }
+
+    // Waits until the piece has arrived from each rank in `mask`. Returns false if a wait of any thread of the warp
+    // failed.
+    __device__ __forceinline__ bool await_piece(u32 number, u32 mask) const {
+        const u32 rank = threadIdx.x % 32, me = p_.peers.rank;
+        bool ok = true;
+        if (rank != me && mask >> rank & 1) {
+            ok = wait_for_epoch(p_.arrival_at(me, rank, number), epoch_, Waiting{p_.op, rank, epoch_}, p_.watch);
+            ok = ok && is_of_this_epoch(rank, number);
+        }
+        ok = __all_sync(0xFFFFFFFF, ok);
+        __syncwarp();  // hands what was acquired to the other threads of the warp
+        trace_first(p_.trace, AT_FIRST_ROW);
+        trace(p_.trace, AT_LAST_ROW);
+        return ok;
+    }
+
+    // Whether the piece from a rank is of this epoch. Builds without stamps do not check.
+    __device__ __forceinline__ bool is_of_this_epoch(u32 rank, u32 number) const {
+        if (!STAMPS) {
+            return true;
+        }
+        const u8* slot = p_.slot_at(p_.peers.rank, epoch_ & 1, rank, number / p_.pieces);
+        const u64 seen = ptx::load_8(slot + p_.stamp_at(number % p_.pieces));
+        if (seen != epoch_) {
+            fail(p_.watch, FAILURE_STALE, Waiting{p_.op, rank, epoch_}, epoch_, seen, 0);
+        }
+        return seen == epoch_;
+    }
+
     const CombineParams& p_;
     u64 epoch_;
-    PieceArrivals arrivals_;
     u32 warps_;
     u32 at_;
     u32 mask_ = 0;   // of piece `at_`: the ranks that its token went to

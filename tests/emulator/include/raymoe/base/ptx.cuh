@@ -141,13 +141,6 @@ void bulk_load(u32 shared, const void* global, u32 bytes, u32 barrier);
 void bulk_store(void* global, u32 shared, u32 bytes);
 void bulk_commit();
 void bulk_wait_for(u32 younger, bool only_read);
-void copy_16_if(bool wanted, u32 shared, const u8* global);
-void copies_commit();
-void copies_wait_for(u32 younger);
-template <int younger>
-inline void copies_wait() {
-    copies_wait_for(younger);
-}
 void prefetch_if(bool wanted, const void* at, u32 bytes);
 void fence_proxy_async();
 void fence_proxy_async_shared();
