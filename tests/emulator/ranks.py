@@ -21,7 +21,7 @@ from raymoe.cuda.params import Params, address_setter
 from raymoe.cuda.structs import ErrorRecord
 from raymoe.exchange.backend import Dispatched, Tokens
 from raymoe.exchange.domains.domain_kernels import ADVANCE_CHUNK, ChunkParams
-from raymoe.exchange.peer import dispatch_grid
+from raymoe.exchange.peer import combine, dispatch_grid
 from raymoe.exchange.peer.build import Build, Grids
 from raymoe.exchange.peer.combine import CombineGrid
 from raymoe.exchange.peer.dispatch_grid import DispatchGrid
@@ -436,6 +436,7 @@ def backend(
     backend_of = EmulatedChunks if name in ("chunks", "few chunks") else EmulatedBackend
     sms = world.gpu.sms if sms is None else sms
     with (
+        mock.patch.object(combine, "MOST_WHOLE_SMS", sms if name in FEW else 0),
         mock.patch.object(dispatch_grid, "is_mixed", lambda *_: name in FEW),
         mock.patch.object(dispatch_grid, "FEWEST_MIXED_ROWS", 2),
     ):

@@ -3,9 +3,9 @@
     torchrun --nproc-per-node 2 -m tests.perf.few_sms --out few_sms.jsonl
     torchrun --nproc-per-node 2 -m tests.perf.few_sms --sms 24 --layouts rank --rounds 21
 
-The ways: `all` as on all SMs; `mixed`: every block of a dispatch sends and places. The code chooses by the number of
-SMs (raymoe/exchange/peer/dispatch_grid.py); here the choice is made by hand. All ways must give the same rows and the
-same y: the first difference ends the run with 1.
+The ways: `all` as on all SMs; `mixed`: every block of a dispatch sends and places; `whole`: a combine does not cut rows
+into pieces. The code chooses by the number of SMs (raymoe/exchange/peer/dispatch_grid.py, combine.py); here the choice
+is made by hand. All ways must give the same rows and the same y: the first difference ends the run with 1.
 Times are by the clock of the workload exchange: graphs, a cold L2 cache, the slowest rank, in microseconds.
 """
 
@@ -27,20 +27,23 @@ import torch
 import torch.distributed as dist
 
 import raymoe
-from raymoe.exchange.peer import dispatch_grid
 from raymoe.workload.clock import OpClock, calls_of
 
+ALL: dict[str, Any] = {"dispatch_grid.is_mixed": lambda *_: False, "combine.MOST_WHOLE_SMS": 0}
 WAYS: dict[str, dict[str, Any]] = {
-    "all": {"is_mixed": lambda *_: False},
-    "mixed": {"is_mixed": lambda *_: True},
+    "all": ALL,
+    "mixed": ALL | {"dispatch_grid.is_mixed": lambda *_: True},
+    "whole": ALL | {"combine.MOST_WHOLE_SMS": 10**6},
 }
-"""What differs from raymoe/exchange/peer/dispatch_grid.py in each way."""
+"""What differs in raymoe/exchange/peer/ in each way."""
 
 
 @contextmanager
 def way(name: str) -> Iterator[None]:
     """Choose a way for the exchanges that are made inside this context."""
-    with mock.patch.multiple(dispatch_grid, **WAYS[name]):
+    with ExitStack() as patches:
+        for key, value in WAYS[name].items():
+            patches.enter_context(mock.patch(f"raymoe.exchange.peer.{key}", value))
         yield
 
 
