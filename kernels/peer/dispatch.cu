@@ -41,6 +41,10 @@
 // between the two dispatches. So every rank runs every dispatch, and its senders tell every peer that they are done,
 // also with nothing to send.
 //
+// Mixed blocks (a build with MIXED_SENDERS), for few SMs: every block places, and some more warps of it send. They
+// share the SM's copies, where a block that only sends would leave half of them unused. The two kinds of warps meet at
+// the block's beginning and end only: in between each kind has a barrier of its own (block_barriers.cuh).
+//
 // Split form: a launch with PART_ROUTE and PART_SEND, and a later one of the same stream with PART_PLACE. Both read the
 // same epoch; the second ends it.
 //
@@ -96,10 +100,10 @@ __device__ inline bool rows_stay_stamped(const DispatchParams& p, u64 epoch) {
             }
         }
     }
-    return __syncthreads_and(ok);
+    return block_barrier_and(ok);
 }
 
-// All threads of the last block out call this. The block has acquired what all other blocks did.
+// All threads of the last block out that do not send call this. The block has acquired what all other blocks did.
 __device__ inline void finish_dispatch(const DispatchParams& p, u64 epoch, bool may) {
     if (may && await_all(p, epoch) && rows_stay_stamped(p, epoch)) {
         if constexpr (KNOWN || AGAIN) {
@@ -119,31 +123,33 @@ __device__ inline void finish_dispatch(const DispatchParams& p, u64 epoch, bool 
         return;
     }
     if constexpr (!KNOWN) {
-        __syncthreads();
+        block_barrier();
         store_no_counts(p);
     }
 }
 
 }  // namespace raymoe
 
-extern "C" __global__ void __launch_bounds__(raymoe::THREADS, 1)
+extern "C" __global__ void __launch_bounds__(raymoe::ALL_THREADS, 1)
     dispatch(const __grid_constant__ raymoe::DispatchParams p) {
     using namespace raymoe;
     extern __shared__ __align__(128) u8 shared[];
     const auto [epoch, tokens, may] = begin_dispatch(p);
-    const u32 senders = p.parts & PART_SEND ? p.senders : 0;
-    if (may && blockIdx.x < senders) {
+    const bool sends = MIXED ? threadIdx.x >= THREADS : p.parts & PART_SEND && blockIdx.x < p.senders;
+    if (may && sends) {
 #if WIRE_FP8
         send_quantised<ROW_TYPE>(p, epoch, tokens, blockIdx.x, shared);
 #else
-        send_rows(p, epoch, tokens, blockIdx.x, shared);
+        if (p.parts & PART_SEND) {
+            send_rows(p, epoch, tokens, blockIdx.x, shared + (MIXED ? mixed_sender_memory(p) : 0));
+        }
 #endif
     } else if (may) {
-        const u32 block = blockIdx.x - senders;
+        const u32 block = blockIdx.x - (!MIXED && p.parts & PART_SEND ? p.senders : 0);
         bool ok = true;
         if (!KNOWN && p.parts & PART_ROUTE && block < p.counting_blocks) {
             ok = CountingBlock(p, epoch, tokens, block, shared).run();
-            __syncthreads();  // the placement blocks use the counting blocks' shared memory
+            block_barrier();  // the placement blocks use the counting blocks' shared memory
         }
         if (ok && p.parts & PART_PLACE) {
             place_rows(p, epoch, block, shared);
@@ -153,7 +159,7 @@ extern "C" __global__ void __launch_bounds__(raymoe::THREADS, 1)
         return;
     }
     trace(p.trace, AT_END);
-    if (block_is_last_out(p.operation)) {
+    if (block_is_last_out(p.operation) && !(MIXED && sends)) {
         finish_dispatch(p, epoch, may);
     }
 }

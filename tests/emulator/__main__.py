@@ -23,7 +23,7 @@ from tests.unit.exchange.nccl.emulated_rounds import drawn
 
 SEEDS = 8
 _STATEMENT = re.compile(
-    r"(?:ptx::(?:fence_\w+|bulk_wait\w*<[^>]*>)\(\)|ptx::barrier_of_warps\([^)]*\)|__sync(?:threads|warp)\(\));"
+    r"(?:ptx::(?:fence_\w+|bulk_wait\w*<[^>]*>)\(\)|ptx::barrier_of_warps\([^)]*\)|__sync(?:threads|warp)\(\)|(?:block|sender)_barrier\(\));"
 )
 _OF_A_COPY = {"copy.cu", "transfers.cuh", "unaligned.cuh"}
 _OF_ROUNDS = {
@@ -61,12 +61,13 @@ def attempts(change: Change | None, seed: int) -> list[Callable[[], object]]:
     many = {"tokens": 40}
     steps = ("uniform", "skewed", "masked", "uniform")
     made: list[Callable[[], object]] = []
+    kinds = ("fused", "few") if change is None or change.file == "block_barriers.cuh" else ("fused",)
     if change is None or change.file in _OF_ROUNDS:
         made += [lambda each=each: drawn(each, changes) for each in range(seed * 3, seed * 3 + 3)]
     if change is None or change.file not in _OF_A_COPY | _OF_ROUNDS:
         for kind, shape, form, spec in (
-            *(("fused", narrow, form, many) for form in ("pairs", "whole")),
-            ("fused", long_pieces, "pairs", {"tokens": 12, "hidden": 3000}),
+            *((kind, narrow, form, many) for kind in kinds for form in ("pairs", "whole")),
+            *((kind, long_pieces, "pairs", {"tokens": 12, "hidden": 3000}) for kind in kinds),
             ("staged", small, "pairs", {}),
             ("copied", small, "pairs", {}),
             ("ll", small, "pairs", {}),
@@ -99,7 +100,8 @@ def main() -> None:
     torch.set_num_threads(1)  # its tensors are small, and idle threads spin
     if wrong := error_without(None):
         sys.exit(f"a run without any change failed: {wrong}")
-    for change in sorted(left_out(), key=lambda each: "__sync" in each.old):  # fences and waits first
+    # Fences and waits first.
+    for change in sorted(left_out(), key=lambda each: "__sync" in each.old or "_barrier" in each.old):
         if not sys.argv[1:] or any(part in change.file for part in sys.argv[1:]):
             error = error_without(change)
             where = f"{change.file} {change.old} number {change.which}"

@@ -77,7 +77,7 @@ def refused(kind: str, seed: int, changes: tuple[Change, ...] = ()) -> None:
 
 
 KINDS = ("fused", "staged", "copied", "ll")
-RUNS = {
+RUNS: dict[str, Run] = {
     **{f"{kind} on {ranks}": Run(kind, ranks) for kind in KINDS for ranks in (1, 2, 3)},
     **{
         f"{kind} on {ranks}": Run(
@@ -191,6 +191,19 @@ RUNS = {
         )
         for kind, group in (("fused", 3), ("ll", 5))
     },
+    **{f"few on {ranks}": Run("few", ranks) for ranks in (1, 2, 3)},
+    **{f"{form} of few": Run("few", 3, form=form) for form in ("halves", "pairs", "known")},
+    "narrow few": Run("few", 3, narrow, spec={"tokens": 40}),
+    "few on 8": Run("few", 8, spec={"tokens": 6, "experts": 16}, routings=("uniform", "skewed", "masked")),
+    "few, grid of a GPU": Run("few", shape=None, stamped=False),
+    "few, known routing, grid of a GPU": Run("few", shape=None, form="known", stamped=False),
+    "few, layout rank": Run("few", 3, spec={"layout": "rank"}),
+    "few, layout rank, grid of a GPU": Run("few", 2, shape=None, spec={"layout": "rank"}, stamped=False),
+    "few, 16 of 16": Run("few", spec={"topk": 16, "experts": 16}),
+    "few, 16 bytes": Run("few", 3, spec={"hidden": 8, "alignment": 1}),
+    "few, 2000 bytes": Run("few", spec={"hidden": 1000, "tokens": 9}),
+    "few, float32": Run("few", spec={"hidden": 20, "dtype": "float32"}),
+    **{f"few, rings of {stages}": Run("few", 2, deep(stages), spec={"tokens": 48}) for stages in (1, 5)},
 }
 
 MESSAGES = (

@@ -57,6 +57,10 @@ def _quantising(old: str, new: str = "", **fields: Any) -> InjectedBug:
     return _injected("fused", "quantised_sending.cuh", old, new, quantised=True, **fields)
 
 
+def _few(file: str, old: str, new: str = "", **fields: Any) -> InjectedBug:
+    return _injected("few", file, old, new, **fields)
+
+
 def _long(old: str) -> InjectedBug:
     return _injected("fused", "local_reduction.cuh", old, shape=long_pieces, tokens=12, hidden=3000)
 
@@ -172,6 +176,24 @@ INJECTED_BUGS = {
     ),
     "sums of three steps announced without a wait": _long("ptx::bulk_wait<3>();"),
     "a step's stage is overwritten too early": _long("ptx::bulk_wait_read<STEPS_UNDER_WAY - 1>();"),
+    # Blocks send and place.
+    "a mixed block says done by threads that place": _few(
+        "sending.cuh", "const u32 thread = threadIdx.x - FIRST_SENDER * 32;", "const u32 thread = threadIdx.x;"
+    ),
+    "threads that place do not wait for one another": _few("block_barriers.cuh", "ptx::barrier_of_warps(1, THREADS);"),
+    "both kinds of warps share a barrier": _few(
+        "block_barriers.cuh", "ptx::barrier_of_warps(2,", "ptx::barrier_of_warps(1,"
+    ),
+    "a vote is taken before all have voted": _few(
+        "block_barriers.cuh", "    barrier();\n    for (u32 i = 0; i < SIZE", "    for (u32 i = 0; i < SIZE"
+    ),
+    "votes are overwritten before they are read": _few(
+        "block_barriers.cuh", "barrier();  // all threads have read", "//", form="known"
+    ),
+    "sender warps use the stages of placement warps": _few(
+        "placement_blocks.cuh", "rings_at(p) + p.placement_warps * PlacementWarp::memory(p)", "rings_at(p)"
+    ),
+    "sender warps end a mixed dispatch too": _few("dispatch.cu", " && !(MIXED && sends)", ""),
     "quantised rows announced without a wait": _quantising("ptx::bulk_wait<YOUNGER>();"),
     "quantised rows announced when they are read": _quantising(
         "ptx::bulk_wait<YOUNGER>();", "ptx::bulk_wait_read<YOUNGER>();"
@@ -236,7 +258,7 @@ INJECTED_BUGS = {
         "fused", "placing.cuh", f"{REFILL_FENCE}\n            __syncwarp();", "__syncwarp();", stamped=True
     ),
     "no barrier before a block's word": _injected(
-        "staged", "sending.cuh", "__syncthreads();  // hands what the warps", "//", shape=small
+        "staged", "sending.cuh", "sender_barrier();  // hands what the warps", "//", shape=small
     ),
     "no fence before a block's word": _injected(
         "staged", "sending.cuh", "ptx::fence_acq_rel_sys();  // orders the rows before", "//", shape=small
@@ -313,7 +335,7 @@ BY_ERROR = {
     ),
     "a plain access to": Change("placing.cuh", "queue_[loads_++ % QUEUE] =", "queue_[loads_++ % QUEUE + 65536] ="),
     "loads 4 bytes of shared memory at .*, which thread .* has stored, and nothing orders the two": Change(
-        "places.cuh", "        __syncthreads();\n        const u32 each", "        const u32 each"
+        "places.cuh", "        block_barrier();\n        const u32 each", "        const u32 each"
     ),
     "bulk loads into .* of shared memory at .*, which thread .* has loaded, and no proxy fence": Change(
         "placing.cuh", f"{REFILL_FENCE}\n            __syncwarp();", "__syncwarp();"

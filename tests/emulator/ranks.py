@@ -21,6 +21,7 @@ from raymoe.cuda.params import Params, address_setter
 from raymoe.cuda.structs import ErrorRecord
 from raymoe.exchange.backend import Dispatched, Tokens
 from raymoe.exchange.domains.domain_kernels import ADVANCE_CHUNK, ChunkParams
+from raymoe.exchange.peer import combine, dispatch_grid
 from raymoe.exchange.peer.build import Build, Grids
 from raymoe.exchange.peer.combine import CombineGrid
 from raymoe.exchange.peer.dispatch_grid import DispatchGrid
@@ -399,7 +400,17 @@ class EmulatedChunks(EmulatedBackend, ChunksBackend):
         return found
 
 
-KINDS = {"fused": FUSED, "staged": STAGED, "copied": COPIED, "ll": FEW_TOKENS, "chunks": CHUNKS}
+FEW = ("few", "few chunks")
+KINDS = {
+    "fused": FUSED,
+    "few": FUSED,
+    "few chunks": CHUNKS,
+    "staged": STAGED,
+    "copied": COPIED,
+    "ll": FEW_TOKENS,
+    "chunks": CHUNKS,
+}
+"""Kinds of backends. Those of FEW are laid out as on few SMs, the others as on all."""
 
 
 def spec_for(kind: str, **fields: Any) -> ExchangeSpec:
@@ -422,8 +433,14 @@ def backend(
         original = kind.grids(build, sms)
         return original if shape is None else Grids(sms, *shape(original.dispatch, original.combine))
 
-    backend_of = EmulatedChunks if name == "chunks" else EmulatedBackend
-    return backend_of(world, spec, workspace, world.gpu.sms if sms is None else sms, replace(kind, grids=grids))
+    backend_of = EmulatedChunks if name in ("chunks", "few chunks") else EmulatedBackend
+    sms = world.gpu.sms if sms is None else sms
+    with (
+        mock.patch.object(combine, "MOST_WHOLE_SMS", sms if name in FEW else 0),
+        mock.patch.object(dispatch_grid, "is_mixed", lambda *_: name in FEW),
+        mock.patch.object(dispatch_grid, "FEWEST_MIXED_ROWS", 2),
+    ):
+        return backend_of(world, spec, workspace, sms, replace(kind, grids=grids))
 
 
 def small(moving: DispatchGrid, summing: CombineGrid) -> tuple[DispatchGrid, CombineGrid]:
@@ -431,7 +448,7 @@ def small(moving: DispatchGrid, summing: CombineGrid) -> tuple[DispatchGrid, Com
     return (
         replace(
             moving,
-            senders=2,
+            senders=3 if moving.mixed else 2,
             placement_blocks=3,
             counting_blocks=2,
             sender_warps=min(2, moving.sender_warps),
@@ -446,7 +463,10 @@ def small(moving: DispatchGrid, summing: CombineGrid) -> tuple[DispatchGrid, Com
 def narrow(moving: DispatchGrid, summing: CombineGrid) -> tuple[DispatchGrid, CombineGrid]:
     """One warp each way, so that readers wait for rows while most are still to be sent."""
     moving, summing = small(moving, summing)
-    return replace(moving, senders=1, sender_warps=1), replace(summing, local_blocks=1, local_warps=1, final_blocks=1)
+    moving = replace(moving, placement_blocks=2) if moving.mixed else moving
+    return replace(moving, senders=2 if moving.mixed else 1, sender_warps=1), replace(
+        summing, local_blocks=1, local_warps=1, final_blocks=1
+    )
 
 
 def long_pieces(moving: DispatchGrid, summing: CombineGrid) -> tuple[DispatchGrid, CombineGrid]:
@@ -460,7 +480,7 @@ def deep(stages: int) -> Callable[[DispatchGrid, CombineGrid], tuple[DispatchGri
 
     def shape(moving: DispatchGrid, summing: CombineGrid) -> tuple[DispatchGrid, CombineGrid]:
         moving, summing = narrow(moving, summing)
-        one = replace(moving, placement_blocks=1, placement_warps=1, counting_blocks=1)
+        one = replace(moving, senders=1, placement_blocks=1, placement_warps=1, counting_blocks=1)
         return replace(one, sender_stages=stages, placement_stages=stages), summing
 
     return shape

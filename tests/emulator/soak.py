@@ -31,7 +31,7 @@ def drawn_shape(seed: int) -> Callable[[Any, Any], Any]:
         stages = rng.randint(1, moving.sender_stages)
         moving = replace(
             moving,
-            senders=rng.randint(1, 3),
+            senders=placement_blocks if moving.mixed else rng.randint(1, 3),
             placement_blocks=placement_blocks,
             counting_blocks=rng.randint(1, placement_blocks),
             sender_warps=rng.randint(1, min(moving.sender_warps, stages)),
@@ -52,7 +52,7 @@ def drawn_shape(seed: int) -> Callable[[Any, Any], Any]:
 
 
 def drawn_run(rng: random.Random) -> Run:
-    kind, ranks = rng.choice(["fused", "staged", "ll"]), rng.choice([1, 2, 2, 3, 3, 4, 5, 8])
+    kind, ranks = rng.choice(["fused", "few", "staged", "ll"]), rng.choice([1, 2, 2, 3, 3, 4, 5, 8])
     experts = ranks * rng.choice([1, 2, 4, 8])
     spec: dict[str, Any] = {
         "tokens": rng.choice([1, 2, 5, 20, 50]),

@@ -80,7 +80,11 @@ class Build:
         """Return the build of a kernel that finds places from counts: for groups of experts if the spec has them."""
         return dispatch.in_groups(source) if self.spec.expert_group > 1 else source
 
-    def grids(self, sms: int) -> Grids:
+    def fused_grids(self, sms: int) -> Grids:
+        """Lay out launches as `grids` does; on few SMs every block of a dispatch sends and places."""
+        return self.grids(sms, mixes=True)
+
+    def grids(self, sms: int, mixes: bool = False) -> Grids:
         """Lay out launches of at most one block on each of `sms` SMs.
 
         Grids are equal on all ranks, because the reader of a sender warp's words must know the number of these warps.
@@ -105,7 +109,10 @@ class Build:
         )
         share = combine.local_share(world.size, spec.topk)
         summing = combine.grid_of(spec.row_bytes, spec.tokens, sms, room, share, warps)
-        return Grids(sms, dispatch_grid.grid_of(rows, sms, room), summing)
+        moving = dispatch_grid.grid_of(rows, sms, room)
+        if mixes and dispatch_grid.is_mixed(sms, placed):
+            moving = dispatch_grid.mixed(rows, moving, sms, room)
+        return Grids(sms, moving, summing)
 
     def view_slots(self) -> tuple[torch.Tensor, torch.Tensor | None]:
         """View all dispatch slots as rows of this spec, the row of zeros last, and as scales if they have some."""

@@ -161,8 +161,8 @@ def grid_of(
     CombineGrid(local_blocks=60, final_blocks=72, warps=16, local_warps=16, pieces=4, together=2, shared_bytes=132096)
     >>> grid_of(14336, 16, 132, 231424).pieces, grid_of(16, 16, 132, 231424).pieces
     (7, 1)
-    >>> grid_of(14336, 4096, 48, 231424).together
-    3
+    >>> grid_of(14336, 4096, 48, 231424).together, grid_of(14336, 4096, 24, 231424).pieces
+    (3, 1)
     """
     if sms < 2:
         raise ConfigError(f"sms is {sms}; a combine needs at least 2, one that reduces and one that sums")
@@ -170,7 +170,7 @@ def grid_of(
     final_blocks = sms - local_blocks
     vectors = row_bytes // 16
     # Enough pieces for all warps if tokens are few; no piece so small that a warp's loads do not fill it.
-    whole = min(PIECES, -(-vectors // (STEPS_A_PIECE * VECTORS_A_STEP)))
+    whole = min(PIECES if sms > MOST_WHOLE_SMS else 1, -(-vectors // (STEPS_A_PIECE * VECTORS_A_STEP)))
     wanted = max(whole, -(-2 * min(final_blocks * warps, FINAL_WARPS) // tokens))
     pieces = max(1, min(wanted, vectors // VECTORS_A_STEP, MOST_PIECES))
     warp_bytes = STEPS_UNDER_WAY * (VECTORS_A_STEP * 16 + STAMP_BYTES)  # enough for every wire type, with stamps too
@@ -202,6 +202,11 @@ FEW_LOCAL_BLOCKS, FEW_TOGETHER = 30, 3
 """With few warps, more pieces share a fence: the warps wait for fences longer than readers wait for words. 4096 tokens
 of 7168 took 288 us on 48 SMs with two pieces after a fence, 280 with three, 283 with four; on 64 SMs 239, 232 and 236;
 on all 205, 216 and 228 (2x H200, 2026-11-22)."""
+
+MOST_WHOLE_SMS = 24
+"""On up to so many SMs rows are whole: a piece costs a warp places, a wait and a share of a fence, which few warps hide
+less. 4096 tokens of 7168 took 619 us instead of 755 on 16 SMs, 471 instead of 497 on 24, but 314 instead of 282 on 48
+(2x H100, 2026-11-26)."""
 
 MOST_PIECES = 32
 VECTORS_A_STEP, STEPS_UNDER_WAY = 128, 4

@@ -202,6 +202,15 @@ def in_groups(source: KernelSource) -> KernelSource:
     return replace(source, defines=(*source.defines, ("GROUPED_EXPERTS", "1")))
 
 
+def in_mixed_blocks(source: KernelSource, senders: int) -> KernelSource:
+    """Return the build of dispatch.cu whose blocks all place, and have so many more warps that send; 0: as it is.
+
+    >>> in_mixed_blocks(dispatch_source(), 2).defines
+    (('MIXED_SENDERS', '2'),)
+    """
+    return replace(source, defines=(*source.defines, ("MIXED_SENDERS", str(senders)))) if senders else source
+
+
 def stamps(stamped: bool) -> tuple[tuple[str, str], ...]:
     """Return the defines of a build that stamps every slot with its epoch, and checks the stamp on reading."""
     return (("STAMPED", "1"),) if stamped else ()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import ceil
 
 from raymoe.cuda.launch import Shape
@@ -27,9 +27,13 @@ class DispatchGrid:
     placement_stages: int
     together: int
     shared_bytes: int
+    mixed: int = 0
+    """Warps of each block that send, where every block also places; 0: a block sends or places."""
 
     def shape(self, parts: int) -> Shape:
         """Return the shape of a launch that does these parts."""
+        if self.mixed:
+            return Shape(self.placement_blocks, THREADS + 32 * self.mixed, self.shared_bytes)
         others = self.placement_blocks if parts & PLACE else self.counting_blocks if parts & ROUTE else 0
         return Shape((self.senders if parts & SEND else 0) + others, THREADS, self.shared_bytes)
 
@@ -169,7 +173,7 @@ def grid_of(rows: Rows, sms: int, shared_bytes: int) -> DispatchGrid:
         sender_warps, sender_stages = warps_of(available, rows.slot_bytes, warps, 3, extra=SEND_QUEUE_BYTES)
         sender_stages = min(sender_stages, SENDER_STAGES)
         sending_bytes = sender_warps * (ring_memory(sender_stages, rows.slot_bytes) + SEND_QUEUE_BYTES)
-    before = _whole_lines((2 * rows.experts + MAX_RANKS) * 4 + WARPS * QUEUE * 4 + PLAN_BYTES)
+    before = _before_rings(rows)
     whole = _whole_lines(rows.row_bytes) if rows.dequantised else 0
     room = shared_bytes - before
     placement_warps, placement_stages = warps_of(room, rows.slot_bytes, PLACEMENT_WARPS, 3, extra=whole)
@@ -191,6 +195,87 @@ def grid_of(rows: Rows, sms: int, shared_bytes: int) -> DispatchGrid:
         shared_bytes=used,
     )
 
+
+def is_mixed(sms: int, placed: bool) -> bool:
+    """Return whether every block of a dispatch by `fused` sends and places on so many SMs.
+
+    >>> [is_mixed(sms, placed=True) for sms in (8, 32, 48)], is_mixed(48, placed=False)
+    ([True, True, False], True)
+    """
+    return sms <= (MOST_MIXED_SMS if placed else MOST_MIXED_SMS_BY_RANK)
+
+
+@dataclass(frozen=True)
+class Division:
+    """The warps of a mixed block, for rows of 14336 bytes."""
+
+    senders: int
+    sender_stages: int
+    sending: float
+    """The senders' share of the memory for rows, at most."""
+    placement_warps: int
+    placement_stages: int
+
+
+def mixed(rows: Rows, grid: DispatchGrid, sms: int, shared_bytes: int) -> DispatchGrid:
+    """Return the grid in which every block sends and places, or `grid` where that cannot be.
+
+    Rows that cross as fp8 are sent by warps of several kinds, which need a block. Of long rows too few fit on an SM.
+
+    >>> def warps(ranks: int, hidden: int, placed: bool = True) -> tuple[int, ...]:
+    ...     rows = Rows(2 * hidden, 2 * hidden, tokens=4096, topk=8, experts=256, ranks=ranks, placed=placed)
+    ...     grid = mixed(rows, grid_of(rows, 24, 231_424), 24, 231_424)
+    ...     return grid.senders, grid.mixed, grid.sender_stages, grid.placement_warps, grid.placement_stages
+    >>> warps(2, 7168), warps(2, 2880), warps(2, 7168, placed=False)
+    ((24, 1, 4, 3, 3), (24, 2, 4, 8, 3), (24, 3, 3, 2, 2))
+    >>> warps(2, 32768)  # not mixed
+    (7, 0, 3, 1, 2)
+    """
+    before = _before_rings(rows)
+    room = shared_bytes - before
+    if rows.fp8 or ring_memory(FEWEST_MIXED_ROWS, rows.slot_bytes) > room:
+        return grid
+    division = PLACING if rows.placed else STAYING
+    wanted = max(1, min(MOST_MIXED_SENDERS, round(division.senders * ROW_OF_A_SENDER / rows.slot_bytes)))
+    share = int(room * division.sending)
+    senders, stages = warps_of(share, rows.slot_bytes, wanted, division.sender_stages, extra=SEND_QUEUE_BYTES)
+    stages = min(stages, division.sender_stages)
+    sending = senders * (ring_memory(stages, rows.slot_bytes) + SEND_QUEUE_BYTES)
+    placement_warps, placement_stages = warps_of(
+        room - sending, rows.slot_bytes, division.placement_warps, division.placement_stages
+    )
+    placing = before + placement_warps * ring_memory(placement_stages, rows.slot_bytes)
+    return replace(
+        grid,
+        senders=sms,
+        placement_blocks=sms,
+        counting_blocks=min(sms, grid.counting_blocks),
+        sender_warps=senders,
+        sender_stages=stages,
+        placement_warps=placement_warps,
+        placement_stages=placement_stages,
+        together=TOGETHER if sms * senders >= FEW_WARPS else FEW_TOGETHER,
+        shared_bytes=_whole_lines(max(placing, (WARPS + 1) * rows.experts * 4)) + sending,
+        mixed=senders,
+    )
+
+
+def _before_rings(rows: Rows) -> int:
+    """Return the bytes of a placement block before its rings; the same sum as in placement_blocks.cuh."""
+    return _whole_lines((2 * rows.experts + MAX_RANKS) * 4 + WARPS * QUEUE * 4 + PLAN_BYTES)
+
+
+MOST_MIXED_SMS, MOST_MIXED_SMS_BY_RANK = 32, 48
+"""On up to so many SMs all blocks send and place, by the layout. 4096 tokens of 7168 took 478 us instead of 526 on 24
+SMs, 383 instead of 399 on 32, but 327 instead of 286 on 48. With layout rank 501 instead of 611 on 8, 209 instead of
+215 on 48, 200 instead of 196 on 64 (2x H100, 2026-11-26)."""
+
+PLACING, STAYING = Division(1, 4, 1 / 2, 8, 3), Division(3, 3, 3 / 4, 2, 2)
+"""With layout rank the placement warps copy this rank's own rows into their slots only."""
+
+MOST_MIXED_SENDERS, ROW_OF_A_SENDER, FEWEST_MIXED_ROWS = 4, 14336, 6
+"""A warp that sends needs as long for a short row as for one of ROW_OF_A_SENDER bytes, so there are more where rows are
+short."""
 
 SENDERS, PLACEMENT_BLOCKS, PLACEMENT_BLOCKS_OF_OWN = 54, 78, 16
 SENDER_WARPS, SENDER_STAGES, PLACEMENT_WARPS, TOGETHER, TOKENS_A_COUNTING_BLOCK = 3, 4, 8, 2, 128

@@ -29,4 +29,4 @@ def fused_table(build: Build, grids: Grids, stages: Stages | None = None) -> Lau
     )
 
 
-FUSED = BackendKind("fused", Build.grids, fused_table)
+FUSED = BackendKind("fused", Build.fused_grids, fused_table)

@@ -30,7 +30,7 @@ def chunks_table(build: Build, grids: Grids) -> LaunchTable:
     return fused_table(build, grids, Stages(build, grids, rail_op=build.space.error.number(RAIL_OP)))
 
 
-CHUNKS = BackendKind("fused in chunks", Build.grids, chunks_table)
+CHUNKS = BackendKind("fused in chunks", Build.fused_grids, chunks_table)
 
 
 class ChunksBackend(PeerBackend):

@@ -20,6 +20,7 @@ from raymoe.exchange.peer.dispatch import (
     DispatchCall,
     DispatchParams,
     dispatch_source,
+    in_mixed_blocks,
     routed_again,
 )
 
@@ -117,6 +118,7 @@ class Stages:
         build, space = self.build, self.build.space
         chunked = self.rail_op is not None
         source = dispatch_source(build.spec.dtype, build.fp8, space.stamped, space.traces, known=known, chunked=chunked)
+        source = in_mixed_blocks(source, self.grids.dispatch.mixed)
         params = self._dispatch_params(parts)
         if known:
             # With layout rank too, rows go to their places: their slots change with the parity of the epoch.

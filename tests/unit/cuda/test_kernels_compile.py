@@ -42,6 +42,7 @@ from raymoe.exchange.peer.dispatch import (
     alltoallv_source,
     dispatch_source,
     in_groups,
+    in_mixed_blocks,
     pack_source,
     routed_again,
 )
@@ -76,6 +77,15 @@ ON_ROWS = (*PIPE, *router_sources(), *expert_rows_sources(), *PRODUCTS)
 """Kernels that read no memory of peers."""
 MANY_ON_ROWS = [source for index, source in enumerate(ON_ROWS) if index % 4]
 """Three of four, which are compiled for one architecture only: they are many, and take long."""
+MIXED = (
+    *(in_mixed_blocks(dispatch_source(), senders) for senders in (1, 2, 3, 4)),
+    in_mixed_blocks(dispatch_source(stamped=True), 1),
+    in_mixed_blocks(dispatch_source(traces=True), 1),
+    in_mixed_blocks(dispatch_source(known=True), 1),
+    in_mixed_blocks(dispatch_source(known=True, chunked=True), 3),
+    in_mixed_blocks(routed_again(in_groups(dispatch_source(chunked=True))), 2),
+)
+"""Dispatches on few SMs, whose blocks send and place."""
 SOURCES = (
     *BEFORE_HOPPER,
     *ON_ROWS,
@@ -98,6 +108,7 @@ SOURCES = (
     dispatch_source(known=True, chunked=True),
     dispatch_source("float16", fp8=True, chunked=True),
     dispatch_source(traces=True, known=True),
+    *MIXED,
     in_groups(dispatch_source()),
     in_groups(dispatch_source(chunked=True)),
     in_groups(dispatch_source(fp8=True)),
@@ -286,6 +297,7 @@ def a_block_has_as_many_threads_as_its_headers_assume(compiled):
     if "raymoe/peer/dispatch/dispatch.cuh" in text or "raymoe/peer/combine/combine.cuh" in text:
         defined = dict(compiled.source.defines).get("BLOCK_WARPS") or re.findall(r"#define BLOCK_WARPS (\d+)", text)
         warps = int(defined if isinstance(defined, str) else (*defined, WARPS)[0])
+        warps += int(dict(compiled.source.defines).get("MIXED_SENDERS", 0))
         assert re.findall(r"\.maxntid (\d+)", compiled.ptx) == [str(32 * warps)]
 
 

@@ -300,7 +300,10 @@ def _numbers(path: Path) -> Iterator[float]:
         yield from map(float, re.findall(_NUMBER, path.read_text()))
         return
     for line in map(json.loads, path.read_text().splitlines()):
-        yield from (value for key, value in line.items() if "us_" in key and isinstance(value, int | float))
+        shown = [value for key, value in line.items() if "us_" in key or key.endswith("_gbps")]
+        yield from (value for value in shown if isinstance(value, int | float))
+        if isinstance(line.get("us"), dict):  # of each way the times of all rounds, in tests/perf/few_sms.py
+            yield from (us for times in line["us"].values() for us in times)
         yield from (number for _, *times in line.get("timeline") or () for number in times)
 
 

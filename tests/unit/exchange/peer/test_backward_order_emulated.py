@@ -286,7 +286,7 @@ INJECTED_BUGS: dict[str, tuple[Judge, str, tuple[Change, ...]]] = {
     "no barrier before the head": (
         _left_out,
         "staged",
-        (Change("passes.cuh", "__syncthreads();  // hands the stores of all", "//"),),
+        (Change("passes.cuh", "block_barrier();  // hands the stores of all", "//"),),
     ),
     "counts are not zero": (
         _left_out,

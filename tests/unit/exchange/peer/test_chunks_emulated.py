@@ -41,6 +41,7 @@ class Late:
     """Tokens of each launch of a combine; 0: one launch for all."""
     changes: tuple[Change, ...] = ()
     pairs: bool = False
+    kind: str = "chunks"
 
     def judged(self, seed: int) -> None:
         case = Case(
@@ -55,7 +56,7 @@ class Late:
 
     def backends(self, emulator: Emulator, case: Case, timeout_s: float = LONG_S) -> list[Any]:
         spaces = workspaces(emulator, case.spec, stamped=self.stamped, timeout_s=timeout_s, ranks=self.ranks)
-        made = [backend("chunks", space, case.spec, self.shape) for space in spaces]
+        made = [backend(self.kind, space, case.spec, self.shape) for space in spaces]
         words = torch.zeros(1 + -(-case.spec.tokens // self.chunk), dtype=torch.int64)
         for each in made:
             each.await_chunks(words, self.chunk)  # type: ignore[attr-defined]
@@ -142,6 +143,11 @@ RUNS = {
     "combines of 16 tokens, one warp": Late(20, 3, {"tokens": 40}, narrow, ("uniform", "skewed", "masked"), parts=16),
     "combines by eight ranks": Late(4, 8, {"tokens": 6, "experts": 16}, routing=("uniform", "masked"), parts=4),
     "combines, grid of a GPU": Late(7, 2, shape=None, stamped=False, parts=8),
+    "few SMs": Late(7, 3, kind="few chunks"),
+    "few SMs, layout rank": Late(7, 2, {"layout": "rank"}, kind="few chunks"),
+    "few SMs, known routing": Late(7, 3, known=True, kind="few chunks"),
+    "few SMs, combines of 7 tokens": Late(7, 3, parts=7, kind="few chunks"),
+    "few SMs, grid of a GPU": Late(7, 2, shape=None, stamped=False, parts=8, kind="few chunks"),
     "fp8": Late(4, 2, {"wire": FP8, "hidden": 264, "tokens": 9}),
     "fp8 raw": Late(7, 3, RAW),
     "fp8 raw, layout rank": Late(7, 2, RAW | {"layout": "rank"}),
@@ -161,6 +167,7 @@ def injected(file: str, old: str, new: str = "") -> tuple[Change, ...]:
 
 LATE = Late(9, 2, {"tokens": 40}, narrow, ("uniform", "skewed", "masked"), stamped=False)
 QUANTISED = Late(4, 2, RAW | {"tokens": 20}, narrow, ("uniform", "skewed", "masked"), stamped=False)
+FEW = Late(9, 2, {"tokens": 40}, small, ("uniform", "skewed", "masked"), stamped=False, kind="few chunks")
 PARTS = Late(20, 2, shape=small, routing=("uniform", "masked", "skewed"), parts=8)
 MISTAKES: dict[str, tuple[Late, tuple[Change, ...]]] = {
     "senders do not wait": (LATE, injected("sending.cuh", "if (leads_ && !x_.there(token)) {", "if (false) {")),
@@ -201,6 +208,10 @@ MISTAKES: dict[str, tuple[Late, tuple[Change, ...]]] = {
         ),
     ),
     "no proxy fence before a row is loaded": (LATE, injected("chunks.cuh", "ptx::fence_proxy_async();", "")),
+    "the first row of a warp of a mixed block does not wait": (
+        FEW,
+        injected("sending.cuh", "if (CHUNKED && warp_ < tokens && !await_row(warp_)) {", "if (false) {"),
+    ),
     "a combine of some tokens takes a source for longer than it is": (
         PARTS,
         injected("local_reduction.cuh", "min(sent_, p_.first_token)", "0u"),
@@ -226,7 +237,7 @@ def test_an_injected_bug_is_found(name: str) -> None:
 
 
 @pytest.mark.one_in(2)
-@pytest.mark.parametrize("late", [LATE, QUANTISED], ids=["rows", "fp8"])
+@pytest.mark.parametrize("late", [LATE, QUANTISED, FEW], ids=["rows", "fp8", "few SMs"])
 @pytest.mark.parametrize("come", [0, 1, 2])
 def test_a_chunk_that_never_comes_ends_in_time_with_the_name_of_the_operation(late: Late, come: int) -> None:
     case = Case(late.ranks, spec_for("fused", **dict(late.spec)), "auto", ("uniform", "uniform"), ragged=False)

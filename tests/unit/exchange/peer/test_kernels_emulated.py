@@ -90,7 +90,7 @@ def test_an_element_that_is_hard_to_scale_changes_no_other(kind, dtype, output):
         judge_odd_blocks(x, got.x[:1], None if got.scales is None else got.scales[:1])
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", [*KINDS, "few"])
 def test_a_call_may_leave_gaps_as_they_are(kind):
     """The call after it gets its zeros again."""
     spec = spec_for(kind, tokens=5, hidden=64, experts=3, topk=1, padding="zero", alignment=4)
@@ -162,7 +162,8 @@ FAULTS = {
 
 @pytest.mark.one_in(6)
 @pytest.mark.parametrize(
-    ("kind", "form"), [*((kind, "whole") for kind in KINDS), ("fused", "known"), ("staged", "known")]
+    ("kind", "form"),
+    [*((kind, "whole") for kind in KINDS), ("fused", "known"), ("staged", "known"), ("few", "whole"), ("few", "known")],
 )
 @pytest.mark.parametrize("fault", FAULTS)
 def test_all_ranks_refuse_the_same_step_and_the_next_one_works(kind, form, fault):
@@ -352,7 +353,7 @@ def test_dispatches_by_different_placements_are_refused_and_the_next_step_works(
 
 @pytest.mark.one_in(2)
 @pytest.mark.parametrize("end", ["deadline", "abort"])
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", [*KINDS, "few"])
 def test_a_stopped_peer_ends_every_wait_and_later_steps_store_nothing(kind, end):
     spec = spec_for(kind)
     case = Case(3, spec, "auto", ("uniform", "uniform", "uniform"), ragged=False)
@@ -404,8 +405,8 @@ LEFT_OUT = {
     ),
     ("fused", "done"): Change(
         "sending.cuh",
-        "if (threadIdx.x < p.ranks_through_slots()) {",
-        "if (threadIdx.x < p.ranks_through_slots() && !(p.peers.rank == RANK && epoch == 3)) {",
+        "if (thread < p.ranks_through_slots()) {",
+        "if (thread < p.ranks_through_slots() && !(p.peers.rank == RANK && epoch == 3)) {",
     ),
     ("fused", "statuses"): Change("combine.cu", _TO_ALL, f"if (!(p.peers.rank == RANK && epoch == 3)) {_TO_ALL}"),
     ("fused", "sums"): Change(

@@ -53,7 +53,7 @@ __device__ inline bool await_heads(const DispatchParams& p, u64 epoch) {
     if (threadIdx.x < p.peers.ranks) {
         ok = wait_for_epoch(p.peers.flag_of(threadIdx.x, p.heads), epoch, Waiting{p.op, threadIdx.x, epoch}, p.watch);
     }
-    return __syncthreads_and(ok);
+    return block_barrier_and(ok);
 }
 
 // Why this step's data is refused, from what the blocks left in `scratch`; resets `scratch` for the next step.

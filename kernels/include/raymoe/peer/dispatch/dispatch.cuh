@@ -5,6 +5,7 @@
 #include "raymoe/base/ptx.cuh"
 #include "raymoe/base/sync.cuh"
 #include "raymoe/base/trace.cuh"
+#include "raymoe/peer/dispatch/block_barriers.cuh"
 
 namespace raymoe {
 
@@ -43,11 +44,6 @@ constexpr bool FP8 = WIRE_FP8;
 constexpr bool OWN_FROM_X = !FP8;
 constexpr u32 BLOCK = 128;
 
-#ifndef BLOCK_WARPS
-#define BLOCK_WARPS 8  // a kernel or a build may define 16: then one block fills an SM
-#endif
-constexpr u32 WARPS = BLOCK_WARPS;
-constexpr u32 THREADS = WARPS * 32;
 constexpr u32 MAX_DONE = 272;  // words of one rank at a peer, one for each block: more than a GPU has SMs
 
 // A fence waits for the words that its thread stored before: a round trip over the link. So words go several at a time.

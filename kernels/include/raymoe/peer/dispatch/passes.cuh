@@ -37,7 +37,7 @@ __device__ inline void announce_known(const DispatchParams& p, u64 epoch) {
         ptx::store_4(p.counts_at(threadIdx.x, epoch & 1, p.peers.rank, p.local), 0);
         send_pass(p, epoch, threadIdx.x);
     }
-    __syncthreads();  // hands the stores of all threads to the threads below
+    block_barrier();  // hands the stores of all threads to the threads below
     if (threadIdx.x < p.peers.ranks) {
         ptx::fence_acq_rel_sys();  // orders the counts and the pass before the head
         ptx::store_relaxed_sys(p.peers.flag(threadIdx.x, p.heads), epoch);
@@ -52,7 +52,7 @@ __device__ inline bool all_run_this_pass(const DispatchParams& p, u64 epoch) {
         const u8* at = p.pass_at(p.peers.rank, epoch & 1, threadIdx.x);
         same = ptx::load_8(at + 8) == epoch && ptx::load_8(at) == pass_of(p);
     }
-    return __syncthreads_and(same);
+    return block_barrier_and(same);
 }
 
 // Fills the rows with NaN: all bits are one, which is NaN in each type of rows. With layout rank these are the slots,

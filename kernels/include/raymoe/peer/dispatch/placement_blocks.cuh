@@ -7,6 +7,11 @@
 
 namespace raymoe {
 
+// Where in a block's shared memory the rings of its placement warps begin.
+__device__ __forceinline__ u32 rings_at(const DispatchParams& p) {
+    return (Places::shared_words(p) * 4 + QUEUES_BYTES + PLAN_BYTES + 127) & ~127u;
+}
+
 // Finds the places of this epoch's rows, and stores counts and this block's share of the gaps. All threads of the block
 // call this. Returns false if the rows do not fit.
 __device__ __forceinline__ bool find_places(const DispatchParams& p, u32 parity, Places& where, Share share) {
@@ -14,6 +19,14 @@ __device__ __forceinline__ bool find_places(const DispatchParams& p, u32 parity,
         return ptx::load_4(p.counts_at(p.peers.rank, parity, source, expert));
     });
     return begin_placing(p, where, share, {p.rank_layout != 0, p.zero_slot});
+}
+
+// Where in a mixed block's shared memory the sender warps begin: after all that counting and placing use.
+// raymoe/exchange/peer/dispatch_grid.py computes the same sum.
+__device__ __forceinline__ u32 mixed_sender_memory(const DispatchParams& p) {
+    const u32 placing = rings_at(p) + p.placement_warps * PlacementWarp::memory(p);
+    const u32 counting = (WARPS + 1) * p.experts * 4;
+    return ((placing > counting ? placing : counting) + 127) & ~127u;
 }
 
 // Places rows as the placement block with this number. All threads of the block call this. If a wait fails, the
@@ -32,7 +45,7 @@ __device__ inline void place_rows(const DispatchParams& p, u64 epoch, u32 block,
     }
     u32* queues = reinterpret_cast<u32*>(shared) + Places::shared_words(p);
     u32* places = queues + WARPS * QUEUE;
-    const u32 before_rings = (Places::shared_words(p) * 4 + QUEUES_BYTES + PLAN_BYTES + 127) & ~127u;
+    const u32 before_rings = rings_at(p);
     RowPlaces where(p, reinterpret_cast<u32*>(shared));
     if (!find_places(p, parity, where, {block, p.placement_blocks})) {
         return;
@@ -58,12 +71,12 @@ __device__ inline void place_rows(const DispatchParams& p, u64 epoch, u32 block,
                 *row = NOWHERE;
             }
         }
-        __syncthreads();
+        block_barrier();
         trace(p.trace, AT_PLANNED);
         if (drives) {
             ok = ok && placement_warp.run(plan, first, count);
         }
-        __syncthreads();
+        block_barrier();
     }
     if (drives) {
         placement_warp.finish();

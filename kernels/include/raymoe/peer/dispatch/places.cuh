@@ -33,7 +33,7 @@ class Places {
                 tokens_[source] = came < p.slot_tokens ? came : p.slot_tokens;
             }
         }
-        __syncthreads();
+        block_barrier();
         const u32 each = experts_of_a_thread(), first = threadIdx.x * each;
         u32 mine = 0, left = p.group;
 #pragma unroll 1
@@ -58,7 +58,7 @@ class Places {
         for (u32 e = first; e < first + each && e < p.local; ++e) {
             for_each_source(e, [&](u32 at, u32) { begins_[at] += begin; });
         }
-        __syncthreads();
+        block_barrier();
     }
 
     static __device__ __forceinline__ u32 shared_words(const DispatchCall& p) { return 2 * p.experts + MAX_RANKS; }
@@ -154,7 +154,7 @@ class Places {
         if (lane == 31) {
             sums[warp] = through;
         }
-        __syncthreads();
+        block_barrier();
         u32 begin = through - mine;
         total_ = 0;
         for (u32 w = 0; w < WARPS; ++w) {

@@ -68,7 +68,7 @@ class CountingBlock {
         for (u32 i = threadIdx.x; i < WARPS * p_.experts; i += THREADS) {
             counters_[i] = 0;
         }
-        __syncthreads();
+        block_barrier();
         for (u64 entry = begin_ + threadIdx.x % 32; entry < end_; entry += 32 * TOGETHER) {
             long long topk_idx[TOGETHER];
             p_.topk_idx_of(entry, 32, end_, topk_idx);
@@ -80,7 +80,7 @@ class CountingBlock {
                 }
             }
         }
-        __syncthreads();
+        block_barrier();
     }
 
     // Makes each warp's counters the counts of the warps before it, and publishes the sums.
@@ -99,7 +99,7 @@ class CountingBlock {
                 ptx::store_relaxed_gpu_32(published + expert, sum);
             }
         }
-        __syncthreads();
+        block_barrier();
         if (threadIdx.x == 0 && waits()) {
             ptx::store_release_gpu(p_.counting_words + number_, epoch_);  // orders the sums of all threads before it
         }
@@ -111,7 +111,7 @@ class CountingBlock {
             const Waiting waiting{p_.op, p_.peers.rank, epoch_};
             ok = ok && wait_for_epoch(p_.counting_words + other, epoch_, waiting, p_.watch);
         }
-        if (!__syncthreads_and(ok)) {
+        if (!block_barrier_and(ok)) {
             return false;
         }
         for (u32 expert = threadIdx.x; expert < p_.experts; expert += THREADS) {
@@ -129,7 +129,7 @@ class CountingBlock {
         if (sends_totals_ && threadIdx.x < p_.peers.ranks) {
             send_count(threadIdx.x, p_.local, tokens_);
         }
-        __syncthreads();
+        block_barrier();
         return true;
     }
 
@@ -192,7 +192,7 @@ class CountingBlock {
     // Stores the head at every rank, by the counting block that finishes last. All threads of the block call this, when
     // they have stored their routing entries.
     __device__ __forceinline__ void announce() {
-        __syncthreads();  // orders the stores of this block's threads before the ticket
+        block_barrier();  // orders the stores of this block's threads before the ticket
         const u32 last = p_.counting_blocks - 1;
         if (threadIdx.x != 0 || (last != 0 && ptx::atomic_increment_wrapping(&p_.scratch->routed, last) != last)) {
             return;

@@ -227,13 +227,14 @@ class SenderWarp {
 };
 
 // Tells every peer that this sender has nothing more to send, also if there was nothing to send. All threads of the
-// block call this, when its warps have awaited their rows. One fence covers all rows.
+// block that send call this, when its warps have awaited their rows. One fence covers all rows.
 __device__ inline void announce_done(const DispatchParams& p, u64 epoch, u32 sender) {
-    __syncthreads();  // hands what the warps have awaited to the threads below
+    sender_barrier();  // hands what the warps have awaited to the threads below
     trace(p.trace, AT_ARRIVED);
-    if (threadIdx.x < p.ranks_through_slots()) {
+    const u32 thread = threadIdx.x - FIRST_SENDER * 32;
+    if (thread < p.ranks_through_slots()) {
         ptx::fence_acq_rel_sys();  // orders the rows before the words
-        ptx::store_relaxed_sys(p.done_at(p.peers.in_turn(threadIdx.x), p.peers.rank, sender), epoch);
+        ptx::store_relaxed_sys(p.done_at(p.peers.in_turn(thread), p.peers.rank, sender), epoch);
     }
     trace(p.trace, AT_SAID_DONE);
 }
@@ -247,13 +248,13 @@ __device__ inline bool await_all(const DispatchParams& p, u64 epoch) {
         ok = wait_for_epoch(p.done_at(p.peers.rank, source, i % p.senders), epoch, Waiting{p.op, source, epoch},
                             p.watch);
     }
-    return __syncthreads_and(ok);
+    return block_barrier_and(ok);
 }
 
-// Sends, as the `sender`-th sender, the tokens that its warps take of the first `n`. All threads of the block call
-// this.
+// Sends, as the `sender`-th sender, the tokens that its warps take of the first `n`. All threads of the block that send
+// call this.
 __device__ inline void send_rows(const DispatchParams& p, u64 epoch, u32 n, u32 sender, u8* shared) {
-    const u32 warp = threadIdx.x / 32;
+    const u32 warp = threadIdx.x / 32 - FIRST_SENDER;
     const bool drives = warp < p.sender_warps;
     SenderWarp sender_warp(p, epoch, sender * p.sender_warps + warp, shared + warp * SenderWarp::memory(p), drives);
     bool ok = true;
@@ -261,7 +262,7 @@ __device__ inline void send_rows(const DispatchParams& p, u64 epoch, u32 n, u32 
         ok = sender_warp.run(n);
         sender_warp.finish();
     }
-    if (CHUNKED && !__syncthreads_and(ok)) {
+    if (CHUNKED && !sender_barrier_and(ok)) {
         return;  // a wait failed, so rows are missing
     }
     announce_done(p, epoch, sender);
