@@ -22,7 +22,7 @@ from raymoe.rows.row_launch import RowsDevice, device_of
 
 CAPABILITY = (9, 0)
 """The only one that has `wgmma`."""
-_ADDRESSES = ("expert_offsets", "expert_counts", "y", "gate_up", "bias", "row_weights", "taken")
+_ADDRESSES = ("expert_offsets", "expert_counts", "y", "gate_up", "bias", "row_weights", "taken", "trace")
 _NO_MAP = EncodedMap((0,) * 16)
 
 
@@ -67,7 +67,7 @@ def launch(product: Product) -> None:
 
 def _kind(product: Product) -> Hashable:
     """Return everything that the kernel, its block and its parameters depend on, besides addresses and rows."""
-    tensors = product.gate_up, product.bias, product.row_weights
+    tensors = product.gate_up, product.bias, product.row_weights, product.trace
     form = product.tiles, product.gate, product.zero_gaps, product.x.dtype, product.transposed
     return "product", product.weight.shape, form, tuple(tensor is not None for tensor in tensors)
 
@@ -105,6 +105,7 @@ class PreparedProduct:
             product.check()
         weights = self._weight_maps.of(weight, product.weight_maps)
         tokens = self._token_maps.of((x, len(product.x)), product.token_maps)
+        trace = 0 if product.trace is None else product.trace.data_ptr()
         stream = self._device.current_stream(self._ordinal)
         blocks = min(self._device.gpu.sms, product.most_tiles)
         one = len(weights) // 2
@@ -112,5 +113,5 @@ class PreparedProduct:
             self._memory[places["first"] : places["first"] + one] = weights[:one]
             self._memory[places["second"] : places["second"] + one] = weights[one:]
             self._memory[places["tokens"] : places["tokens"] + len(tokens)] = tokens
-            self._set_addresses(*addresses, self._device.counter(stream))
+            self._set_addresses(*addresses, self._device.counter(stream), trace)
             self._launch.enqueue(stream, self._pointers_at, blocks, self._block)

@@ -68,6 +68,7 @@ FORMS: list[dict[str, Any]] = [
     {"bias": torch.zeros(3, 48, dtype=BF16), "row_weights": torch.zeros(100)},
     {"dtype": F16},
     {"transposed": True},
+    {"trace": torch.zeros(132, 16, dtype=torch.int64)},
 ]
 
 
