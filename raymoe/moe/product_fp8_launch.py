@@ -13,6 +13,7 @@ from raymoe.cuda.launch import Shape
 from raymoe.cuda.params import address_setter
 from raymoe.cuda.tensor_map import EncodedMap
 from raymoe.moe.kept_maps import KeptMaps
+from raymoe.moe.left_sms import blocks_of_product
 from raymoe.moe.product_fp8 import SCALES, ScaledProduct, ScaledProductParams
 from raymoe.moe.products import THREADS, TOKEN_BOXES
 from raymoe.rows.pipe_tensors import ALIGNMENT
@@ -79,7 +80,7 @@ class PreparedScaledProduct:
             0 if tensor is None else tensor.data_ptr() for tensor in (product.bias, product.row_weights, product.trace)
         )
         stream = self._device.current_stream(self._ordinal)
-        blocks = min(self._device.gpu.sms, product.most_tiles)
+        blocks = blocks_of_product(self._device.gpu.sms, product.most_tiles)
         taken, places = self._device.counter(stream), (product.offsets.data_ptr(), product.counts.data_ptr())
         with self._launch.lock:  # the driver copies the parameters before it returns
             self._memory[self._weights_at : self._weights_at + len(weights)] = weights

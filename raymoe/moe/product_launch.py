@@ -16,6 +16,7 @@ from raymoe.cuda.launch import Shape
 from raymoe.cuda.params import address_setter
 from raymoe.cuda.tensor_map import EncodedMap
 from raymoe.moe.kept_maps import KeptMaps
+from raymoe.moe.left_sms import blocks_of_product
 from raymoe.moe.products import SHARED_BYTES, THREADS, TILES, TOKEN_BOXES, Gate, Product, ProductParams, fits, is_dense
 from raymoe.rows.pipe_tensors import ALIGNMENT
 from raymoe.rows.row_launch import RowsDevice, device_of
@@ -107,7 +108,7 @@ class PreparedProduct:
         tokens = self._token_maps.of((x, len(product.x)), product.token_maps)
         trace = 0 if product.trace is None else product.trace.data_ptr()
         stream = self._device.current_stream(self._ordinal)
-        blocks = min(self._device.gpu.sms, product.most_tiles)
+        blocks = blocks_of_product(self._device.gpu.sms, product.most_tiles)
         one = len(weights) // 2
         with self._launch.lock:  # the driver copies the parameters before it returns
             self._memory[places["first"] : places["first"] + one] = weights[:one]
