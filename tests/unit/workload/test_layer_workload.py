@@ -63,6 +63,16 @@ def test_a_layer_gives_a_verified_line_for_the_step_and_each_part(pool: RankPool
     )
 
 
+@pytest.mark.parametrize("experts_dtype", [None, "float8_e4m3"])
+@pytest.mark.parametrize("microbatches", [2, 3])
+def test_a_layer_in_microbatches_gives_a_verified_line_for_the_step(
+    pool: RankPool, microbatches: int, experts_dtype: str | None
+) -> None:
+    given = layer_job(2, "sigmoid", shared=48, microbatches=microbatches, experts_dtype=experts_dtype)
+    (line,) = run(pool, given | {"routing": {"ragged": True}})
+    assert line["op"] == "step" and line["verified"] and line["bytes_wire"] > 0
+
+
 @pytest.mark.parametrize("recompute", [False, "activation", True])
 @pytest.mark.parametrize("kind", ROUTERS)
 def test_a_backward_pass_has_a_line_for_each_part(pool: RankPool, kind: str, recompute: bool | str) -> None:
