@@ -5,8 +5,9 @@
 The exchange is that of other tokens. So no block waits for rows of the product, and the time of both is a lower bound
 of what pieces of the product, sent as they are made, can reach. But the last piece of columns cannot be sent before the
 product's end. So `parts` has a combine of all columns but the last ones beside the product, and one of these after it,
-on all SMs. Systems take turns in an order drawn for each round, on
-a cold L2 cache, after a barrier of all ranks. Times are medians of rounds, of the slower rank in each.
+on all SMs. `pieces` does depend: the product is several, each of some columns, and a combine of these waits for it by
+an event. Systems take turns in an order drawn for each round, on a cold L2 cache, after a barrier of all ranks. Times
+are medians of rounds, of the slower rank in each.
 
 A line has, for each number of SMs of the exchange: the exchange alone; the product on the other SMs alone; both, and
 when each is done; and both with a product that takes no SM of the exchange even after its end (`kept_off`). The last
@@ -23,7 +24,6 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, closing, contextmanager
-from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -31,217 +31,29 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-import raymoe.moe.product_fp8_launch as product_fp8_launch
-import raymoe.moe.product_launch as product_launch
 from raymoe.errors import RaymoeError
-from raymoe.exchange.backend import Dispatched
 from raymoe.exchange.exchange import Exchange
 from raymoe.exchange.peer.trace import BLOCKS_A_SM, NAMES, TRACE_POINTS
 from raymoe.exchange.peer.workspace import Workspace
-from raymoe.exchange.spec import ExchangeSpec
-from raymoe.fp8 import FP8, quantise, quantise_weight
+from raymoe.fp8 import FP8
 from raymoe.memory.world import World
-from raymoe.moe.differentiable import expert_major, expert_major_pair
-from raymoe.moe.product_fp8 import TILES as SCALED_TILES
-from raymoe.moe.product_fp8 import ScaledProduct
-from raymoe.moe.products import Gate, Product
-from raymoe.moe.scaled_layer import scaled_spec
 from raymoe.report.environment import commit
-from raymoe.rows.row_results import new_quantised
 from raymoe.workload.clock import OpClock
+from tests.perf.beside_tensors import LAST_COLUMNS, PIECES, LayerTensors, Shape
 
 SMS = (8, 16, 24, 32, 48)
 PAIRS = {"combine": "down", "dispatch": "up"}
 BARS = {("combine", "bfloat16"): 90.0, ("combine", FP8): 80.0}
 """The gain in us that is wanted of DeepSeek-V3's shape; of dispatch, this share of its time."""
 DISPATCH_BAR = 0.3
-LAST_COLUMNS = (1024, 512)
-"""Columns that are combined after the product."""
 SPUN_CYCLES = 500_000
 """Cycles that one thread counts after each sample: their time gives the clock of the SMs."""
 LATER_CYCLES = 2_000
 """Cycles by which the product begins later, so that the exchange finds its SMs free."""
 WARM_UPS = 2
 DRIVER = Path("/sys/module/nvidia/version")
-
-
-@dataclass(frozen=True)
-class Shape:
-    """The sizes of a layer; `tokens` of each rank."""
-
-    tokens: int
-    hidden: int
-    ffn: int
-    experts: int
-    topk: int
-
-    def spec(self) -> ExchangeSpec:
-        return ExchangeSpec(self.tokens, self.hidden, self.experts, self.topk, depth=0)
-
-
 SHAPES = {"deepseek_v3": Shape(4096, 7168, 2048, 256, 8), "narrow": Shape(4096, 4096, 2048, 256, 6)}
 DTYPES = ("bfloat16", FP8)
-
-
-@dataclass(slots=True)
-class FewerBlocks(Product):
-    """A product of at most so many blocks, which leaves SMs to others."""
-
-    blocks: int = 0
-
-    @property
-    def most_tiles(self) -> int:
-        tiles: int = Product.most_tiles.fget(self)  # type: ignore[attr-defined]
-        return min(self.blocks, tiles)
-
-
-@dataclass(frozen=True)
-class ExpertProduct:
-    """A product of this rank's experts, whose launches may have any number of blocks."""
-
-    x: torch.Tensor
-    weight: torch.Tensor
-    places: tuple[torch.Tensor, torch.Tensor]
-    y: torch.Tensor
-    gated: bool
-    scales: tuple[torch.Tensor, torch.Tensor, torch.Tensor | None] | None = None
-    """Of 8-bit operands: those of rows, of weights and of 8-bit results."""
-
-    def launch(self, blocks: int, trace: torch.Tensor | None = None) -> None:
-        form: dict[str, Any] = {"gate": Gate() if self.gated else None, "trace": trace, "blocks": blocks}
-        if self.scales is None:
-            product_launch.launch(FewerBlocks(self.x, self.weight, *self.places, self.y, **form))
-            return
-        product = FewerBlocks(self.x, self.weight, *self.places, self.y, tiles=SCALED_TILES, **form)
-        product_fp8_launch.launch(ScaledProduct(product, *self.scales))
-
-
-@dataclass(frozen=True)
-class PartOfCombine:
-    """A combine of some columns, by exchanges on each number of SMs."""
-
-    results: torch.Tensor
-    y: torch.Tensor
-    exchanges: dict[int | str, tuple[Exchange, Dispatched]]
-
-    def run(self, limit: int | str) -> None:
-        exchange, got = self.exchanges[limit]
-        exchange.combine(self.results, got, out=self.y)
-
-
-class LayerTensors:
-    """The tokens, rows and weights of one shape and dtype on this rank, and exchanges on each number of SMs."""
-
-    def __init__(self, world: World, shape: Shape, dtype: str, sms: Sequence[int], stack: ExitStack) -> None:
-        self.world, self.shape, self.dtype, device = world, shape, dtype, world.device
-        torch.manual_seed(world.rank)
-        spec = scaled_spec(shape.spec(), world, "auto") if dtype == FP8 else shape.spec()
-        specs = {last: (columns_of(shape, shape.hidden - last), columns_of(shape, last)) for last in LAST_COLUMNS}
-        self.space = stack.enter_context(Workspace(world, spec, *(each for pair in specs.values() for each in pair)))
-        self.exchanges: dict[int | str, Exchange] = {
-            limit: stack.enter_context(self._exchange(spec, limit)) for limit in ("auto", *sms)
-        }
-        self.x = torch.randn(shape.tokens, shape.hidden, dtype=torch.bfloat16, device=device)
-        scores = torch.rand(shape.tokens, shape.experts, device=device)
-        self.weights, self.ids = scores.topk(shape.topk)
-        self.spec = self.exchanges["auto"].spec
-        self.got: dict[int | str, Dispatched] = {}
-        self.out = self._rows_of_exchange()
-        for limit in self.exchanges:
-            self.got[limit] = self.dispatch(limit, self.out)
-        self.results = torch.randn(len(self.out), shape.hidden, dtype=torch.bfloat16, device=device)
-        self.summed = torch.empty(shape.tokens, shape.hidden, dtype=torch.bfloat16, device=device)
-        self.parts = {
-            last: (self._part(most, 0, sms, stack), self._part(rest, most.hidden, ["auto"], stack))
-            for last, (most, rest) in specs.items()
-        }
-        self.products = {"up": self._up(), "down": self._down()}
-        self.out = self._rows_of_exchange()  # the product keeps the rows that came
-
-    def _exchange(self, spec: ExchangeSpec, limit: int | str) -> Exchange:
-        return Exchange(self.world, spec, "fused", workspace=self.space, sms=limit)
-
-    def _part(self, spec: ExchangeSpec, begin: int, sms: Sequence[int | str], stack: ExitStack) -> PartOfCombine:
-        """Make the combine of the columns from `begin` on, as many as the spec has."""
-        x = self.x[:, begin : begin + spec.hidden].contiguous()
-        out = torch.empty(len(self.results), spec.hidden, dtype=x.dtype, device=x.device)
-        exchanges = {}
-        for limit in sms:
-            exchange = stack.enter_context(self._exchange(spec, limit))
-            got = exchange.dispatch(x, self.ids, self.weights, out=out, zero_gaps=False)
-            exchanges[limit] = exchange, got
-        results = self.results[:, begin : begin + spec.hidden].contiguous()
-        return PartOfCombine(results, torch.empty_like(x), exchanges)
-
-    def _rows_of_exchange(self) -> torch.Tensor:
-        dtype: torch.dtype = getattr(torch, self.spec.output_dtype)
-        size = self.spec.rows(self.world.size), self.spec.hidden
-        return torch.zeros(size, dtype=dtype, device=self.world.device)
-
-    def dispatch(self, limit: int | str, out: torch.Tensor) -> Dispatched:
-        return self.exchanges[limit].dispatch(self.x, self.ids, self.weights, out=out, zero_gaps=False)
-
-    def combine(self, limit: int | str) -> None:
-        self.exchanges[limit].combine(self.results, self.got[limit], out=self.summed)
-
-    def run(self, op: str, limit: int | str) -> None:
-        """Enqueue an operation of the exchange."""
-        if op == "combine":
-            self.combine(limit)
-        else:
-            self.dispatch(limit, self.out)
-
-    def result_of(self, op: str) -> torch.Tensor:
-        """Return the memory that an operation writes, as bytes."""
-        tensor = {"combine": self.summed, "dispatch": self.out}.get(op)
-        return (self.products[op].y if tensor is None else tensor).view(torch.uint8)
-
-    def _places(self) -> tuple[torch.Tensor, torch.Tensor]:
-        got = self.got["auto"]
-        return got.expert_offsets.to(torch.int32).clone(), got.expert_counts.to(torch.int32).clone()
-
-    def _up(self) -> ExpertProduct:
-        shape, got = self.shape, self.got["auto"]
-        if got.scales is None and self.dtype == FP8:  # CPU ranks exchange rows as they are
-            rows, of_rows = quantise(expert_major(got))
-        elif self.dtype == FP8:
-            rows, of_rows = expert_major_pair(got)
-        else:
-            rows = expert_major(got)
-        weight, of_weight = self._weights(2 * shape.ffn, shape.hidden)
-        if of_weight is None:
-            y = torch.zeros(len(rows), shape.ffn, dtype=torch.bfloat16, device=rows.device)
-            return ExpertProduct(rows, weight, self._places(), y, gated=True)
-        y, of_y = new_quantised(torch.Size((len(rows), shape.ffn)), rows.device, column=True)
-        y.view(torch.uint8).zero_()
-        return ExpertProduct(rows, weight, self._places(), y, True, (of_rows, of_weight, of_y))
-
-    def _down(self) -> ExpertProduct:
-        shape, device = self.shape, self.world.device
-        weight, of_weight = self._weights(shape.hidden, shape.ffn)
-        y = torch.zeros(len(self.out), shape.hidden, dtype=torch.bfloat16, device=device)
-        h = torch.randn(len(self.out), shape.ffn, dtype=torch.bfloat16, device=device)
-        if of_weight is None:
-            return ExpertProduct(h, weight, self._places(), y, gated=False)
-        values, of_values = quantise(h)
-        return ExpertProduct(values, weight, self._places(), y, False, (of_values, of_weight, None))
-
-    def _weights(self, outputs: int, columns: int) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Draw the weights of this rank's experts. Those of 8 bits are drawn expert by expert: they are wider first."""
-        experts, device = self.spec.local_experts(self.world.size), self.world.device
-        size = experts, outputs, columns
-        if self.dtype != FP8:
-            return torch.empty(size, dtype=torch.bfloat16, device=device).normal_(std=columns**-0.5), None
-        one = quantise_weight(torch.empty(size[1:], device=device).normal_(std=columns**-0.5))
-        values, scales = (part.new_empty(experts, *part.shape) for part in one)
-        for expert in range(experts):
-            drawn = quantise_weight(torch.empty(size[1:], device=device).normal_(std=columns**-0.5))
-            values[expert], scales[expert] = drawn
-        return values, scales
-
-
-def columns_of(shape: Shape, hidden: int) -> ExchangeSpec:
-    return replace(shape, hidden=hidden).spec()
 
 
 class Timer:
@@ -303,6 +115,32 @@ class Timer:
             product.launch(self.gpu_sms, trace)
             self.tensors.run(op, "auto")
 
+    def in_pieces(self, limit: int, count: int) -> dict[str, float]:
+        """Time the down product and its combine in pieces, where each combine waits for its product."""
+
+        def run() -> None:
+            self.enqueue_pieces(limit, count)
+            self._spin()
+
+        self.clock.cold_us(run)
+        return {"us": self.clock.since_begin(self._done), "mhz": self._mhz()}
+
+    def enqueue_pieces(self, limit: int, count: int) -> None:
+        pieces = self.tensors.pieces[count]
+        self._forked.record(self.main)
+        made = []
+        with torch.cuda.stream(self.beside):
+            self.beside.wait_event(self._forked)
+            for product in pieces.products:
+                # Nothing runs beside the first product. Later ones leave the combine its SMs.
+                product.launch(self.gpu_sms - limit if made else self.gpu_sms)
+                event: Any = torch.cuda.Event()
+                event.record(self.beside)
+                made.append(event)
+        for piece, event in enumerate(made):
+            self.main.wait_event(event)
+            pieces.combine(piece, limit if piece + 1 < count else "auto")
+
     def _spin(self) -> None:
         self._done.record(self.main)
         torch.cuda._sleep(SPUN_CYCLES)
@@ -335,6 +173,10 @@ def systems(timer: Timer, op: str, sms: Sequence[int]) -> dict[str, System]:
             named |= {
                 f"parts {limit} {last}": lambda limit=limit, last=last: timer.both(op, limit, most, last)
                 for last in LAST_COLUMNS
+            }
+            named |= {
+                f"pieces {limit} {count}": lambda limit=limit, count=count: timer.in_pieces(limit, count)
+                for count in PIECES
             }
     return named
 
@@ -379,7 +221,13 @@ def is_right(world: World, timer: Timer, op: str, sms: Sequence[int]) -> bool:
             timer.enqueue_both(op, limit, timer.gpu_sms, last=last)
             tensors.exchanges["auto"].check()
             y = torch.cat([part.y for part in parts], dim=1)
-            right = right and torch.allclose(y.float(), tensors.summed.float(), rtol=2e-2, atol=2e-2)
+            right = right and torch.allclose(y.float(), tensors.summed.float(), rtol=2e-2, atol=6e-2)
+        for count, pieces in tensors.pieces.items() if op == "combine" else ():
+            tensors.exchanges["auto"].combine(tensors.products["down"].y, tensors.got["auto"], out=tensors.summed)
+            timer.enqueue_pieces(limit, count)
+            tensors.exchanges["auto"].check()
+            y = torch.cat(pieces.sums, dim=1)
+            right = right and torch.allclose(y.float(), tensors.summed.float(), rtol=2e-2, atol=6e-2)
     return all(world.swap(right, f"combine beside product: {op} verified"))
 
 
@@ -411,10 +259,10 @@ def line_of(times: dict[str, dict[str, float]], op: str, sms: Sequence[int]) -> 
         }
         for limit in sms
     }
-    parts = {name: us(name) for name in times if name.startswith("parts")}
-    for name, taken in parts.items():
-        _, limit, last = name.split()
-        beside[limit][f"parts_{last}_us"] = taken
+    parts, pieces = ({name: us(name) for name in times if name.startswith(kind)} for kind in ("parts", "pieces"))
+    for name, taken in (parts | pieces).items():
+        kind, limit, size = name.split()
+        beside[limit][f"{kind}_{size}_us"] = taken
     best = min(sms, key=lambda limit: beside[str(limit)]["both_us"])
     gain = round(us("in_turn") - beside[str(best)]["both_us"], 1)
     return {
@@ -427,6 +275,7 @@ def line_of(times: dict[str, dict[str, float]], op: str, sms: Sequence[int]) -> 
         "best_sms": best,
         "gain_us": gain,
         "gain_in_parts_us": round(us("in_turn") - min(parts.values()), 1) if parts else None,
+        "gain_in_pieces_us": round(us("in_turn") - min(pieces.values()), 1) if pieces else None,
     }
 
 
