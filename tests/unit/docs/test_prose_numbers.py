@@ -149,7 +149,11 @@ def _numbers(path: Path) -> Iterator[float]:
         yield from map(float, re.findall(_NUMBER, path.read_text()))
         return
     for line in map(json.loads, path.read_text().splitlines()):
-        yield from (value for key, value in line.items() if "us_" in key and isinstance(value, int | float))
+        beside = line.get("beside")  # a product; or times for each number of SMs
+        inner = beside.values() if isinstance(beside, dict) else ()
+        for times in (line, *(each for each in inner if isinstance(each, dict))):
+            named = ((key, value) for key, value in times.items() if isinstance(value, int | float))
+            yield from (value for key, value in named if "us_" in key or key.endswith("_us") or key == "mhz")
         yield from (number for _, *times in line.get("timeline") or () for number in times)
 
 
