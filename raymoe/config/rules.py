@@ -177,6 +177,16 @@ def _experts_of_8_bits_infer(job: Job) -> tuple[str, str] | None:
     return f"experts of {FP8} have no gradients", "leave out backward or experts_dtype"
 
 
+def _microbatches_infer(job: Job) -> tuple[str, str] | None:
+    if job.layer.microbatches == 1:
+        return None
+    if job.layer.backward:
+        return "microbatches have no backward pass", "leave out backward or microbatches"
+    if job.layer.router.kind == "given":
+        return "microbatches are of a layer with a router", "write router.kind: softmax or sigmoid"
+    return None
+
+
 def _experts_of_8_bits_take_8_bits(job: Job) -> tuple[str, str] | None:
     wire, experts = job.exchange.wire.dispatch, job.layer.experts_dtype
     if experts is None:
@@ -472,6 +482,7 @@ RULES = (
     Rule(("layer", "train"), ("exchange.backend", "workload"), _layers_have_exchanges),
     Rule(("layer",), ("shape.dtype", "world.device", "layer.backward", "workload"), _gpus_multiply_16_bits),
     Rule(("layer",), ("layer.experts_dtype", "layer.backward"), _experts_of_8_bits_infer),
+    Rule(("layer",), ("layer.microbatches", "layer.backward", "layer.router.kind"), _microbatches_infer),
     Rule(
         ("layer",),
         ("layer.experts_dtype", "exchange.wire.dispatch", "exchange.backend", "world.device"),

@@ -419,6 +419,8 @@ class LayerSection(Section):
     experts_dtype: Literal["float8_e4m3"] | None = Field(default=None, examples=["float8_e4m3"])
     """The format of the weights of all experts, the shared one included, by default shape.dtype. With float8_e4m3
     weights and rows are 8-bit values with scales, and rows cross so between GPUs. There is no backward pass then."""
+    microbatches: int = Field(default=1, ge=1, le=16, examples=[2])
+    """Parts of a rank's tokens. The exchange of a part, on exchange.sms, runs beside the experts of another."""
 
 
 class TrainSection(Section):

@@ -20,6 +20,7 @@ from raymoe.moe.layer import LayerForm as LayerForm
 from raymoe.moe.layer import MoELayer as MoELayer
 from raymoe.moe.layer import expert_parameters as expert_parameters
 from raymoe.moe.let_sleep import let_sleep as let_sleep
+from raymoe.moe.microbatches import in_microbatches as in_microbatches
 from raymoe.moe.model_loads import load_weights as load_weights
 from raymoe.moe.model_loads import loading as loading
 from raymoe.moe.offered_weights import OfferedWeights as OfferedWeights

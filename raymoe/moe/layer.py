@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from raymoe.errors import ConfigError
-from raymoe.exchange.backend import Tokens
+from raymoe.exchange.backend import Dispatched, Tokens
 from raymoe.exchange.shared import SharedExchanges
 from raymoe.exchange.slots import SlotExperts
 from raymoe.exchange.spec import ExchangeSpec, dtype_name
@@ -332,17 +332,22 @@ class MoELayer(nn.Module):
         if x.dim() == 0 or x.shape[-1] != hidden:
             raise ConfigError(f"x has shape {list(x.shape)}; this layer takes rows of {hidden}")
         flat = x.reshape(-1, hidden)
-        h = flat if self.norm is None else self.norm(flat)
-        h = h if self.rows_dtype is None else h.to(self.rows_dtype)
-        router = self._modules[self._router_name]
-        assert router is not None
-        routing: Routed = router(h) if recorded is None else router(h, recorded)
+        h, routing = self.route(flat, recorded)
         y = self.apply_experts(h, routing.topk_idx, routing.topk_weights, flat if self.residual else None).to(x.dtype)
         if x.dim() != 2:  # no view in the sense of autograd: FSDP2 warns of one, which a change in place would break
             y = torch.ops.aten._unsafe_view(y, x.shape)
         if return_routing:
             return y, routing
         return (y, routing.topk_weights.to(x.dtype)) if self.gives_scores else y
+
+    def route(self, flat: torch.Tensor, recorded: torch.Tensor | None = None) -> tuple[torch.Tensor, Routed]:
+        """Return the rows that the experts get for x[T', H], and their routing."""
+        h = flat if self.norm is None else self.norm(flat)
+        h = h if self.rows_dtype is None else h.to(self.rows_dtype)
+        router = self._modules[self._router_name]
+        assert router is not None
+        routing: Routed = router(h) if recorded is None else router(h, recorded)
+        return h, routing
 
     def apply_experts(
         self,
@@ -353,17 +358,22 @@ class MoELayer(nn.Module):
     ) -> torch.Tensor:
         """Apply the experts of a given routing, and the shared expert, and add their results and the residual."""
         added = () if residual is None else (residual,)
-        if self._modules.get(self._shared_name) is None:
+        if not self.has_shared:
             return add(self.routed(x, topk_idx, topk_weights), *added)
         if self._side is None or not self.beside or torch.compiler.is_compiling():
             y = self.routed(x, topk_idx, topk_weights)
-            return add(y, self._shared(x), *added)
-        with self._side.beside(self._shared, x) as beside:
+            return add(y, self.apply_shared(x), *added)
+        with self._side.beside(self.apply_shared, x) as beside:
             # The dispatch is enqueued first: its blocks then get their SMs before those of the shared expert do.
             y = self.routed(x, topk_idx, topk_weights, beside.start)
         return add(y, beside.result, *added)
 
-    def _shared(self, x: torch.Tensor) -> Any:
+    @property
+    def has_shared(self) -> bool:
+        """Whether it has a shared expert."""
+        return self._modules.get(self._shared_name) is not None
+
+    def apply_shared(self, x: torch.Tensor) -> Any:
         """Apply the shared expert, in the dtype of the rows."""
         shared: Any = self._modules[self._shared_name]
         if self._by_row:
@@ -396,33 +406,37 @@ class MoELayer(nn.Module):
                 sources = RowSources(self.exchange, x, got.routing[1], got.routing[0])
             rows = self.experts(got.x, got.expert_offsets, got.expert_counts, got.weights, sources)
             return combine(self.exchange, rows, got, weighted=False)
-        return self._routed_without_gradients(x, topk_idx, topk_weights, after_dispatch)
+        dispatched = self.dispatch_rows(x, topk_idx, topk_weights)
+        if after_dispatch is not None:
+            after_dispatch()
+        rows = self.multiply_rows(dispatched).to(x.dtype)
+        return self.exchange.combine_unkept(rows, dispatched, weighted=not self._by_row)
 
-    def _routed_without_gradients(
-        self,
-        x: torch.Tensor,
-        topk_idx: torch.Tensor,
-        topk_weights: torch.Tensor,
-        after_dispatch: Callable[[], None] | None,
-    ) -> torch.Tensor:
+    # The steps of a pass without gradients.
+
+    def dispatch_rows(
+        self, x: torch.Tensor, topk_idx: torch.Tensor, topk_weights: torch.Tensor, *, apart: bool = False
+    ) -> Dispatched:
+        """Send rows to their experts; with `apart` into memory that no later dispatch overwrites."""
         spec, out = self.exchange.spec, None
-        if spec.layout == "expert" and spec.depth == 0:
+        if spec.layout == "expert" and (apart or spec.depth == 0):
             dtype: torch.dtype = getattr(torch, spec.output_dtype)
             out = torch.empty(spec.rows(self.world.size), spec.hidden, dtype=dtype, device=x.device)
         # Only the gradients of weights need zeros. Of one token a dispatch takes 6 us without, and 13 with them (H200).
         tokens = Tokens(x.contiguous(), topk_idx, topk_weights, None, zero_gaps=False, site=self.number)
         if spec.slots is not None:
             tokens.topk_idx = self.exchange.slots_of(topk_idx, self.number)
-        dispatched = self.exchange.dispatch_unkept(tokens, out)
-        if after_dispatch is not None:
-            after_dispatch()
+        return self.exchange.dispatch_unkept(tokens, out)
+
+    def multiply_rows(self, dispatched: Dispatched) -> torch.Tensor:
+        """Apply this rank's experts to the rows that came."""
         if self.training:
             self.row_counts.add(dispatched.expert_offsets, dispatched.expert_counts)
         # Weights are applied between the products where gradients are needed, which rounds at other places.
         weights = dispatched.weights if self._by_row else None
         places = dispatched.expert_offsets, dispatched.expert_counts
-        rows = self.experts(rows_for_experts(dispatched), *places, weights).to(x.dtype)
-        return self.exchange.combine_unkept(rows, dispatched, weighted=weights is None)
+        rows: torch.Tensor = self.experts(rows_for_experts(dispatched), *places, weights)
+        return rows
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Self:
         """Copy the weights; the copy is a layer of the same world and exchange."""

@@ -13,12 +13,13 @@ from raymoe.cuda.launch import Shape
 from raymoe.cuda.params import address_setter
 from raymoe.cuda.tensor_map import EncodedMap
 from raymoe.moe.kept_maps import KeptMaps
+from raymoe.moe.left_sms import blocks_of_product
 from raymoe.moe.product_fp8 import SCALES, ScaledProduct, ScaledProductParams
 from raymoe.moe.products import THREADS, TOKEN_BOXES
 from raymoe.rows.pipe_tensors import ALIGNMENT
 from raymoe.rows.row_launch import RowsDevice, device_of
 
-_ADDRESSES = ("expert_offsets", "expert_counts", "y", "gate_up", "bias", "row_weights", "taken")
+_ADDRESSES = ("expert_offsets", "expert_counts", "y", "gate_up", "bias", "row_weights", "taken", "trace")
 _NO_MAP = EncodedMap((0,) * 16)
 
 
@@ -39,7 +40,8 @@ def launch(scaled: ScaledProduct) -> None:
 def _kind(scaled: ScaledProduct) -> Hashable:
     """Return everything that the kernel, its block and its parameters depend on, besides what a call sets."""
     product = scaled.product
-    switches = product.bias is not None, product.row_weights is not None, scaled.y_scales is not None
+    tensors = product.bias, product.row_weights, scaled.y_scales, product.trace
+    switches = tuple(tensor is not None for tensor in tensors)
     return "product_fp8", product.weight.shape, product.tiles, product.gate, switches
 
 
@@ -74,15 +76,15 @@ class PreparedScaledProduct:
             scaled.check()
         weights = self._weight_maps.of(weight, product.weight_maps)
         tokens = self._token_maps.of((x, len(product.x)), product.token_maps)
-        bias, row_weights = (
-            0 if tensor is None else tensor.data_ptr() for tensor in (product.bias, product.row_weights)
+        bias, row_weights, trace = (
+            0 if tensor is None else tensor.data_ptr() for tensor in (product.bias, product.row_weights, product.trace)
         )
         stream = self._device.current_stream(self._ordinal)
-        blocks = min(self._device.gpu.sms, product.most_tiles)
+        blocks = blocks_of_product(self._device.gpu.sms, product.most_tiles)
         taken, places = self._device.counter(stream), (product.offsets.data_ptr(), product.counts.data_ptr())
         with self._launch.lock:  # the driver copies the parameters before it returns
             self._memory[self._weights_at : self._weights_at + len(weights)] = weights
             self._memory[self._tokens_at : self._tokens_at + len(tokens)] = tokens
-            self._set_addresses(*places, y, 0, bias, row_weights, taken)
+            self._set_addresses(*places, y, 0, bias, row_weights, taken, trace)
             self._set_scales(*scaled.scales())
             self._launch.enqueue(stream, self._pointers_at, blocks, self._block)

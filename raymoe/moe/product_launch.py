@@ -16,13 +16,14 @@ from raymoe.cuda.launch import Shape
 from raymoe.cuda.params import address_setter
 from raymoe.cuda.tensor_map import EncodedMap
 from raymoe.moe.kept_maps import KeptMaps
+from raymoe.moe.left_sms import blocks_of_product
 from raymoe.moe.products import SHARED_BYTES, THREADS, TILES, TOKEN_BOXES, Gate, Product, ProductParams, fits, is_dense
 from raymoe.rows.pipe_tensors import ALIGNMENT
 from raymoe.rows.row_launch import RowsDevice, device_of
 
 CAPABILITY = (9, 0)
 """The only one that has `wgmma`."""
-_ADDRESSES = ("expert_offsets", "expert_counts", "y", "gate_up", "bias", "row_weights", "taken")
+_ADDRESSES = ("expert_offsets", "expert_counts", "y", "gate_up", "bias", "row_weights", "taken", "trace")
 _NO_MAP = EncodedMap((0,) * 16)
 
 
@@ -67,7 +68,7 @@ def launch(product: Product) -> None:
 
 def _kind(product: Product) -> Hashable:
     """Return everything that the kernel, its block and its parameters depend on, besides addresses and rows."""
-    tensors = product.gate_up, product.bias, product.row_weights
+    tensors = product.gate_up, product.bias, product.row_weights, product.trace
     form = product.tiles, product.gate, product.zero_gaps, product.x.dtype, product.transposed
     return "product", product.weight.shape, form, tuple(tensor is not None for tensor in tensors)
 
@@ -105,12 +106,13 @@ class PreparedProduct:
             product.check()
         weights = self._weight_maps.of(weight, product.weight_maps)
         tokens = self._token_maps.of((x, len(product.x)), product.token_maps)
+        trace = 0 if product.trace is None else product.trace.data_ptr()
         stream = self._device.current_stream(self._ordinal)
-        blocks = min(self._device.gpu.sms, product.most_tiles)
+        blocks = blocks_of_product(self._device.gpu.sms, product.most_tiles)
         one = len(weights) // 2
         with self._launch.lock:  # the driver copies the parameters before it returns
             self._memory[places["first"] : places["first"] + one] = weights[:one]
             self._memory[places["second"] : places["second"] + one] = weights[one:]
             self._memory[places["tokens"] : places["tokens"] + len(tokens)] = tokens
-            self._set_addresses(*addresses, self._device.counter(stream))
+            self._set_addresses(*addresses, self._device.counter(stream), trace)
             self._launch.enqueue(stream, self._pointers_at, blocks, self._block)

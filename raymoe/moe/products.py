@@ -17,6 +17,7 @@ from raymoe.cuda.jit import KernelSource
 from raymoe.cuda.params import F32, U32, Address, Params
 from raymoe.cuda.tensor_map import EncodedMap, TensorMap
 from raymoe.errors import ConfigError
+from raymoe.exchange.peer.trace import traced
 from raymoe.rows.pipe_tensors import ALIGNMENT
 
 THREADS = 384
@@ -71,13 +72,14 @@ class ProductParams(Params):
     bias: Address
     row_weights: Address
     taken: Address
+    trace: Address
     experts: U32
     outputs: U32
     columns: U32
     alpha: F32
     limit: F32
     up_plus: F32
-    unused: Annotated[tuple[int, ...], ctypes.c_uint64 * 6] = (0,) * 6
+    unused: Annotated[tuple[int, ...], ctypes.c_uint64 * 5] = (0,) * 5
 
 
 @dataclass(frozen=True)
@@ -102,6 +104,7 @@ class Product:
 
     Without a gate y is [C, N]. With one, N is gate and up rows, y is [C, N / 2], and `gate_up`, [C, N], takes the
     products. `bias` is [L, N], `row_weights` float32[C]. With `zero_gaps` a gap becomes zeros up to a multiple of 16.
+    `trace`, int64[blocks, 16], takes the times of blocks, by the points of raymoe/exchange/peer/trace.py.
     """
 
     x: torch.Tensor
@@ -115,6 +118,7 @@ class Product:
     row_weights: torch.Tensor | None = None
     zero_gaps: bool = False
     tiles: TileClass = TILES
+    trace: torch.Tensor | None = None
 
     @property
     def outputs(self) -> int:
@@ -160,6 +164,7 @@ class Product:
         }
         defines = [("MOST_TOKENS", str(self.tiles.tokens)), ("PRODUCT_STAGES", str(self.tiles.stages))]
         defines += [(name, "1") for name, wanted in switches.items() if wanted]
+        defines += traced(self.trace is not None)
         return KernelSource("moe/product", (ProductParams, EncodedMap), tuple(defines))
 
     def maps(self) -> tuple[TensorMap, TensorMap, tuple[TensorMap, ...]]:
@@ -221,6 +226,7 @@ class Product:
             bias=0 if self.bias is None else self.bias.data_ptr(),
             row_weights=0 if self.row_weights is None else self.row_weights.data_ptr(),
             taken=taken,
+            trace=0 if self.trace is None else self.trace.data_ptr(),
             experts=self.weight.shape[0],
             outputs=self.outputs,
             columns=self.weight.shape[2],

@@ -113,9 +113,10 @@ class GpuLayerStep:
         self._alone: dict[str, TimedOp] = {}
         problem: RaymoeError | None = None
         try:
-            if captured and self.passes.own_router:
+            in_parts = self.passes.microbatches > 1  # whose operations overlap, so none has a time of its own
+            if captured and self.passes.own_router and not in_parts:
                 self._alone = {f"{part}_alone": self.clock.timed(work) for part, work in self._works().items()}
-            if captured:
+            if captured and not in_parts:
                 self._marked = self.clock.graph_of_one(self._run_marked)
                 for part, begin, end in self.passes.marks.spans():
                     self._parts.setdefault(part, []).append((begin, end))

@@ -10,10 +10,12 @@ import torch
 from torch.utils.checkpoint import checkpoint
 
 from raymoe.config import Job
+from raymoe.exchange.spec import ExchangeSpec
 from raymoe.memory.world import World
 from raymoe.moe import router_formulas as formulas
 from raymoe.moe.experts import GPT_OSS, SWIGLU
 from raymoe.moe.layer import LayerForm, MoELayer
+from raymoe.moe.microbatches import in_microbatches
 from raymoe.moe.router_formulas import RouterForm
 from raymoe.moe.torch_products import arithmetic_dtype
 from raymoe.moe.weights import ExpertShape
@@ -55,7 +57,8 @@ class LayerPasses:
             experts_dtype=section.experts_dtype,
         )
         backend, sms = job.exchange.backend, job.exchange.sms
-        layer = MoELayer(world, self.spec, form, backend=backend, sms=sms, seed=self.seed)
+        self.microbatches = section.microbatches
+        layer = MoELayer(world, _spec_of_layer(job), form, backend=backend, sms=sms, seed=self.seed)
         self.layer: Any = layer.train(self.backward)  # inference counts no rows
         layer.keeps_rows = layer.keeps_rows or self.recompute == "all"  # as a layer that repeats all by itself
         self.spec = replace(self.spec, wire=layer.exchange.spec.wire, output=layer.exchange.spec.output)
@@ -93,8 +96,10 @@ class LayerPasses:
 
     def _forward(self, x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
         x = self.marks.at(START, x)
-        if self.own_router:
-            y: torch.Tensor = self.layer(x)
+        if self.microbatches > 1:
+            y: torch.Tensor = in_microbatches(self.layer, x, self.microbatches)
+        elif self.own_router:
+            y = self.layer(x)
         else:
             y = self.layer.apply_experts(x, ids, weights)
         return self.marks.at(SUM, y)
@@ -154,6 +159,20 @@ class LayerPasses:
             rows = self._shared_expert.rows(h)
             y, scale = y + rows, scale + rows.abs().amax(dim=-1, keepdim=True)
         return (Want(y + x, scale + x.abs()) if self.own_router else Want(y, scale)), error
+
+
+def _spec_of_layer(job: Job) -> ExchangeSpec:
+    """Return the spec of the layer's exchange, which carries one microbatch.
+
+    >>> job = Job(name="parts", workload="layer", shape={"tokens": 9}, layer={"microbatches": 2})
+    >>> spec_of(job).tokens, _spec_of_layer(job).tokens
+    (9, 5)
+    """
+    parts = job.layer.microbatches
+    if parts == 1:
+        return spec_of(job)
+    shape = job.shape.model_copy(update={"tokens": -(-job.shape.tokens // parts)})
+    return replace(spec_of(job.model_copy(update={"shape": shape})), depth=0)  # each part has memory of its own
 
 
 def _nothing() -> None:

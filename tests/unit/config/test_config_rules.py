@@ -35,6 +35,16 @@ IMPOSSIBLE = [
         "layer={experts_dtype: float8_e4m3, backward: true}",
         "experts of float8_e4m3 have no gradients, leave out backward or experts_dtype",
     ),
+    (
+        "layer",
+        "layer.microbatches=2",
+        "microbatches are of a layer with a router, write router.kind: softmax or sigmoid",
+    ),
+    (
+        "layer",
+        "layer={microbatches: 2, backward: true}",
+        "microbatches have no backward pass, leave out backward or microbatches",
+    ),
     ("layer", "layer.experts_dtype=fp8", "only float8_e4m3 is allowed here, did you mean 'float8_e4m3'?"),
     ("layer", "layer={router: {kind: sigmoid, groups: 5}}", "32 experts in 5 groups"),
     ("layer", "layer={router: {kind: sigmoid, groups: 16}}", "the best 1 of 16 groups of 2 experts do not hold top-4"),

@@ -6,6 +6,7 @@ import json
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy
 
@@ -35,7 +36,7 @@ def text_of(name: str) -> str:
     return (BENCHMARKS / name).read_text()
 
 
-def json_lines(name: str) -> list[Mapping[str, float]]:
+def json_lines(name: str) -> list[Mapping[str, Any]]:
     return [json.loads(line) for line in text_of(name).splitlines() if line.startswith("{")]
 
 
@@ -275,6 +276,38 @@ def product_ratios() -> Cells:
     for kind, count, above, below, aim in AIMS:
         ratios = [f"{time(kind, op, above, count) / time(kind, op, below, count):.2f}" for op in ("up", "down")]
         rows.append([f"{above} ÷ {below}", f"{kind}, {count}", *ratios, aim])
+
+
+BESIDE_PRODUCTS = "beside_products_h200x2.jsonl"
+FORMATS = {"bfloat16": "bf16", "float8_e4m3": "8 bits"}
+ONES = {"deepseek_v3": "DeepSeek-V3", "narrow": "4096 wide"}
+
+
+def beside_products() -> Cells:
+    """What a product and an exchange of other rows take one after the other, and at least beside each other."""
+    rows = []
+    for line in json_lines(BESIDE_PRODUCTS):
+        if "gain_us" not in line:
+            continue
+        name = f"{ONES[line['shape']]}, {FORMATS[line['dtype']]}, {line['op'].replace('+', ' + ')}"
+        both = line["beside"][str(line["best_sms"])]["both_us"]
+        gains = [line[key] for key in ("gain_us", "gain_in_parts_us", "gain_in_pieces_us", "bar_us")]
+        times = [f"{line[key]:.0f}" for key in ("exchange_us", "product_us", "sum_us")]
+        shown = ["" if each is None else f"{each:.0f}" for each in gains]
+        rows.append([name, *times, f"{both:.0f}", str(line["best_sms"]), *shown])
+    return rows
+
+
+def combine_beside_down() -> Cells:
+    """DeepSeek-V3's combine beside its down product, by the SMs of the combine."""
+    rows = []
+    for line in json_lines(BESIDE_PRODUCTS):
+        if line["shape"] != "deepseek_v3" or line["op"] != "combine+down":
+            continue
+        for sms, times in line["beside"].items():
+            keys = ("exchange_us", "product_us", "both_us", "exchange_ends_us", "kept_off_us")
+            keys += ("parts_1024_us", "parts_512_us", "pieces_2_us", "pieces_4_us", "mhz")
+            rows.append([f"{FORMATS[line['dtype']]}, {sms}", *(f"{times[key]:.0f}" for key in keys)])
     return rows
 
 
@@ -291,4 +324,6 @@ DERIVED = [
     Derived("evidence/archive.md", "router, µs", routers),
     Derived("evidence/rows.md", "host µs of a call", eager_calls),
     Derived("evidence/experiments/backends.md", "date", eager_runs),
+    Derived("evidence/experiments/beside_products.md", "two H200, µs", beside_products),
+    Derived("evidence/experiments/beside_products.md", "combine + down, SMs", combine_beside_down),
 ]

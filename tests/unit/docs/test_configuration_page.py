@@ -90,6 +90,7 @@ def test_the_example_of_a_key_is_a_valid_config(key: str, tmp_path: Path) -> Non
         "exchange.net.chunk": {"world.device": "cuda", "world.domain": 2},
         "p2p.sms": {"p2p.transports": ["tma"]},
         "layer.recompute": {"layer.backward": True},
+        "layer.microbatches": {"layer.router.kind": "sigmoid"},
         "layer.router.topk_groups": {"layer.router.groups": 8},
     }
     for other, value in needed.get(key, {}).items():

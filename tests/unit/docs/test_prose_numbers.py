@@ -304,6 +304,11 @@ def _numbers(path: Path) -> Iterator[float]:
         yield from (value for value in shown if isinstance(value, int | float))
         if isinstance(line.get("us"), dict):  # of each way the times of all rounds, in tests/perf/few_sms.py
             yield from (us for times in line["us"].values() for us in times)
+        beside = line.get("beside")  # a product; or times for each number of SMs
+        inner = beside.values() if isinstance(beside, dict) else ()
+        for times in (line, *(each for each in inner if isinstance(each, dict))):
+            named = ((key, value) for key, value in times.items() if isinstance(value, int | float))
+            yield from (value for key, value in named if "us_" in key or key.endswith("_us") or key == "mhz")
         yield from (number for _, *times in line.get("timeline") or () for number in times)
 
 

@@ -8,6 +8,7 @@ from math import nan
 import pytest
 import torch
 
+from raymoe.exchange.peer.trace import NAMES, TRACE_POINTS
 from raymoe.moe.products import TILES, Gate, TileClass
 from tests.emulator.build import compiler
 from tests.unit.moe.emulated_product import SMALL, ProductCase, drawn_case, judge, run_product
@@ -103,6 +104,16 @@ def test_a_second_launch_gives_the_same_bits() -> None:
     run_product(once)
     run_product(twice, blocks=3, seed=1, launches=2)
     assert torch.equal(once.y, twice.y)
+
+
+def test_a_traced_build_stores_when_blocks_begin_and_end() -> None:
+    product = ProductCase().product()
+    product.trace = torch.zeros(4, TRACE_POINTS, dtype=torch.int64)
+    run_product(product, blocks=3)
+    begins, ends = (product.trace[:, NAMES.index(point)] for point in ("start", "end"))
+    assert (begins[:3] > 0).all() and (begins[:3] <= ends[:3]).all()
+    assert not product.trace[3].any() and product.trace.count_nonzero() == 6
+    judge(product)
 
 
 @pytest.mark.parametrize("gate", [None, SWIGLU])

@@ -51,11 +51,15 @@ FORMS = [
 ]
 
 
+@pytest.mark.parametrize("traced", [False, True])
 @pytest.mark.parametrize("form", FORMS, ids=str)
-def test_prepared_launches_have_the_parameters_of_their_tensors(driver: RowsDriver, form: ScaledCase) -> None:
+def test_prepared_launches_have_the_parameters_of_their_tensors(
+    driver: RowsDriver, form: ScaledCase, traced: bool
+) -> None:
     """The second one has other tensors than the one that was prepared."""
     calls = [form.product() for _ in range(3)]
     for call in calls:
+        call.product.trace = torch.zeros(132, 16, dtype=torch.int64) if traced else None
         (launched,) = driver.launches_of(lambda call=call: product_fp8_launch.launch(call))
         assert launched.field("product.taken") > 0
         assert launched.params == params_of(call, launched.field("product.taken"))

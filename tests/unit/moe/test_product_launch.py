@@ -22,6 +22,7 @@ from raymoe.moe import (
 )
 from raymoe.moe.expert_rows import Groups
 from raymoe.moe.experts import GPT_OSS, SWIGLU, Experts, ModelWeights
+from raymoe.moe.left_sms import leaving
 from raymoe.moe.outer_products import OuterProduct
 from raymoe.moe.products import THREADS, TILES, Gate, Product, TileClass
 from tests.emulator.build import compiler
@@ -68,6 +69,7 @@ FORMS: list[dict[str, Any]] = [
     {"bias": torch.zeros(3, 48, dtype=BF16), "row_weights": torch.zeros(100)},
     {"dtype": F16},
     {"transposed": True},
+    {"trace": torch.zeros(132, 16, dtype=torch.int64)},
 ]
 
 
@@ -104,6 +106,15 @@ def test_other_numbers_of_rows_take_the_same_kernel(driver: RowsDriver) -> None:
         maps = b"".join(bytes(emulated_map(each).packed()) for each in call.token_maps())
         assert launched.params[offset : offset + nbytes] == maps
     assert len(driver.loaded) == 1
+
+
+def test_products_leave_the_sms_that_they_are_told_to(driver: RowsDriver) -> None:
+    call = product(100_000)
+    with leaving(32):
+        (launched,) = driver.launches_of(lambda: product_launch.launch(call))
+    assert launched.blocks == 100
+    (launched,) = driver.launches_of(lambda: product_launch.launch(call))
+    assert launched.blocks == 132
 
 
 def test_maps_are_encoded_once_for_an_address(driver: RowsDriver, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -63,6 +63,15 @@ def test_a_layer_gives_a_verified_line_for_the_step_and_each_part(pool: RankPool
     )
 
 
+@pytest.mark.parametrize(("microbatches", "experts_dtype"), [(2, None), (3, "float8_e4m3")])
+def test_a_layer_in_microbatches_gives_a_verified_line_for_the_step(
+    pool: RankPool, microbatches: int, experts_dtype: str | None
+) -> None:
+    given = layer_job(2, "sigmoid", shared=48, microbatches=microbatches, experts_dtype=experts_dtype)
+    (line,) = run(pool, given | {"routing": {"ragged": True}})
+    assert line["op"] == "step" and line["verified"] and line["bytes_wire"] > 0
+
+
 @pytest.mark.parametrize("recompute", [False, "activation", True])
 @pytest.mark.parametrize("kind", ROUTERS)
 def test_a_backward_pass_has_a_line_for_each_part(pool: RankPool, kind: str, recompute: bool | str) -> None:
@@ -96,6 +105,12 @@ def test_ragged_ranks_and_a_given_routing_have_a_backward_pass(pool: RankPool) -
 def run_spanning(_rank: int, given: dict[str, Any]) -> list[Line]:
     with World.of(domain=2, timeout_s=20) as world:
         return run_cases(world, given)[0]
+
+
+@pytest.mark.thorough
+def test_microbatches_cross_between_two_domains(groups: Callable[..., list[Any]]) -> None:
+    (line,) = groups(4, run_spanning, layer_job(4, shared=16, microbatches=2))[0]
+    assert line["verified"] and line["bytes_net"] > 0
 
 
 @pytest.mark.parametrize("backward", [False, True])

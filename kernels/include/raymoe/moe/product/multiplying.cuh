@@ -79,6 +79,7 @@ template <class Params, class Others>
 __device__ __forceinline__ void run_block(const Params& p, const ProductParams& product, const Memory& memory,
                                           const Others& others) {
     if (threadIdx.x == 0) {
+        trace(product.trace, AT_START);
         for (u32 stage = 0; stage < STAGES; ++stage) {
             ptx::barrier_init(memory.full(stage), 1 + Others::ARRIVALS);
             ptx::barrier_init(memory.empty(stage), MULTIPLYING_WARPS);
@@ -96,6 +97,9 @@ __device__ __forceinline__ void run_block(const Params& p, const ProductParams& 
     if (threadIdx.x < MULTIPLYING_WARPS * 32) {
         ptx::take_registers<MULTIPLYING_REGISTERS>();
         multiply_tiles(p, memory);
+        if (threadIdx.x == 0) {
+            trace(product.trace, AT_END);
+        }
     } else {
         ptx::give_registers_away<OTHER_REGISTERS>();
         if (threadIdx.x == LOADING_WARP * 32) {

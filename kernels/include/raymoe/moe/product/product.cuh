@@ -1,6 +1,7 @@
 // The switches, parameters, tiles and shared memory of product.cu, which describes them.
 #pragma once
 
+#include "raymoe/base/trace.cuh"
 #include "raymoe/moe/product/operands.cuh"
 
 #ifndef MOST_TOKENS
@@ -82,11 +83,12 @@ struct ProductParams {
     const u8* bias;         // BIASED_ROWS: of each row of weights, elements as those of weights
     const u8* row_weights;  // WEIGHTED_ROWS: float[rows]
     u32* taken;             // the counter of tiles
+    u64* trace;             // TRACED: u64[blocks][TRACE_POINTS]
     u32 experts;
     u32 outputs;  // of an expert, a multiple of 16
     u32 columns;  // a multiple of 8
     float alpha, limit, up_plus;
-    u64 unused[6];  // up to a multiple of 64 bytes
+    u64 unused[5];  // up to a multiple of 64 bytes
 };
 
 // A tile as the loading thread describes it.
