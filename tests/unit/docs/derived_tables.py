@@ -276,6 +276,7 @@ def product_ratios() -> Cells:
     for kind, count, above, below, aim in AIMS:
         ratios = [f"{time(kind, op, above, count) / time(kind, op, below, count):.2f}" for op in ("up", "down")]
         rows.append([f"{above} ÷ {below}", f"{kind}, {count}", *ratios, aim])
+    return rows
 
 
 BESIDE_PRODUCTS = "beside_products_h200x2.jsonl"
