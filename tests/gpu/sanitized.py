@@ -125,7 +125,8 @@ def alone(*, arrives: bool = False) -> list[Step]:
         for hidden in ON_ALL_SMS
     ]
     layer = Step("layer: router and few rows", _on_one_rank(on_rank.layer_kernels))
-    return [*found, layer, Step("layer: products", _on_one_rank(on_rank.products))]
+    products = Step("layer: products", _on_one_rank(on_rank.products))
+    return [*found, layer, products, Step("layer: products of 8 bits", _on_one_rank(on_rank.quantised_products))]
 
 
 def _on_one_rank(

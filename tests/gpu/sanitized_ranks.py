@@ -233,6 +233,16 @@ def products(_world: World) -> None:
             gated(tiles, form, biased=True, weighted=True)
 
 
+def quantised_products(_world: World) -> None:
+    """Run the products of 8-bit operands in each class of tiles, tokens as columns and as rows of wgmma."""
+    from tests.gpu import test_products_fp8_gpu as on_gpu
+
+    for tiles in on_gpu.CLASSES:
+        on_gpu.test_each_class_multiplies_the_rows_of_each_expert(tiles, 144, 272)
+        for form in on_gpu.FORMS:
+            on_gpu.test_gated_products_by_all_switches(tiles, form, biased=True, weighted=True)
+
+
 @contextmanager
 def memory(gpu: Gpu, nbytes: int) -> Iterator[int]:
     """Allocate zeroed GPU memory, of exactly this size for the driver and its tools."""
