@@ -33,9 +33,8 @@
 //
 // Stages have 128 columns. One is given back when both halves are promoted, because threads read its strips until then.
 //
-// The bits of a result depend on the row and the weights alone, as in product.cu.
-//
-// It is the same for a token among rows and among columns: wgmma adds the same products, and promotions are the same.
+// The bits of a result depend on the row and the weights alone, as in product.cu. They are the same where a token is a
+// row of wgmma and where it is a column: both add the same products, and both promote in the same order.
 //
 // With QUANTISED_RESULTS a tile has the 128 outputs of one scale. Where tokens are columns, the multiplying warps
 // exchange the largest magnitudes of their 16 outputs of each token in shared memory (product/quantised_results.cuh).

@@ -37,9 +37,9 @@ __device__ __forceinline__ void promote_rows(float (&sums)[HALF_ROWS / 2], const
 struct RowResults {
     const ProductParams& p;
     const ProductTile& tile;
-    u32 token;          // the thread's first one
-    bool there[2];      // whether its tokens are rows of the expert
-    float weights[2];   // WEIGHTED_ROWS: of the tokens
+    u32 token;         // the thread's first one
+    bool there[2];     // whether its tokens are rows of the expert
+    float weights[2];  // WEIGHTED_ROWS: of the tokens
 
     __device__ __forceinline__ RowResults(const ProductParams& params, const ProductTile& the_tile)
         : p(params), tile(the_tile), token(threadIdx.x / 32 * 16 + threadIdx.x % 32 / 4) {
