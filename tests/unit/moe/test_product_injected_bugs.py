@@ -55,7 +55,7 @@ INJECTED_BUGS = {
     ),
     "bytes of rows that do not come": injected("bytes = WEIGHT_BYTES + rows", "bytes = WEIGHT_BYTES + (rows + 8)"),
     "rows are not rounded up": injected(
-        "const u32 rows = rounded_up(tile.stored, STEP), bytes", "const u32 rows = tile.stored, bytes"
+        "const u32 rows = loaded_tokens(tile), bytes", "const u32 rows = tile.stored, bytes"
     ),
     "boxes of 32 rows are left out": injected("u32 map = 1; map < 4", "u32 map = 2; map < 4", case=BOXES),
     "the second box of 64 rows is the first again": injected("row += 64, shared += 64", "shared += 64", case=BOXES),
@@ -115,7 +115,7 @@ INJECTED_BUGS = {
     "up rows of other outputs": gated("GATED ? tile.output : tile.output + HALF_ROWS", "tile.output + 8"),
     "gaps are not zero": gated("zero ? 0 : four.packed()", "four.packed()"),
     "gaps are written up to a multiple of 16 always": gated("min(end, room)", "end"),
-    "gate and up exchanged": gated("gated(low[i], high[i])", "gated(high[i], low[i])"),
+    "gate and up exchanged": gated("gated(p, low[i], high[i])", "gated(p, high[i], low[i])"),
 }
 
 
