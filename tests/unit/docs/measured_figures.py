@@ -9,6 +9,7 @@ from raymoe.report.figure import figure_file
 from raymoe.report.plots import figures
 from raymoe.report.results import Line, decode, displayed
 from tests.python_path import REPOSITORY
+from tests.unit.docs.blocks_figure import blocks_figure
 from tests.unit.docs.systems_figure import systems_figure
 
 FOLDER = REPOSITORY / "docs" / "figures"
@@ -63,6 +64,7 @@ FIGURES = {
 
 NARROW: Mapping[str, Callable[[], str]] = {
     "systems-sms-h100x2": systems_figure,
+    "combine-down-blocks-h200x2": blocks_figure,
 }
 """Figures that no report has, in one column for telephones, and what draws each."""
 
