@@ -140,7 +140,7 @@ def figure_file(figure: Figure, runs: Sequence[str]) -> str:
     titles = [panel.title for panel in figure.panels]
     widest_title = min(MOST_TITLE, max(width_of(title) for title in titles))
     cell = max(widest_title, scale * max(drawing.width for drawing in drawings))
-    sheet = _Sheet(max(LEAST_WIDTH, round(2 * MARGIN + columns * cell + (columns - 1) * GAP)))
+    sheet = Sheet(max(LEAST_WIDTH, round(2 * MARGIN + columns * cell + (columns - 1) * GAP)))
     sheet.write(figure.title, TITLE, "title")
     sheet.write(figure.how)
     sheet.write(run_names(runs))
@@ -152,7 +152,7 @@ def figure_file(figure: Figure, runs: Sequence[str]) -> str:
     return sheet.file(figure.title)
 
 
-class _Sheet:
+class Sheet:
     """Puts the parts of a figure below one another, in SVG."""
 
     def __init__(self, width: int) -> None:

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 
 from raymoe.report.figure import figure_file
 from raymoe.report.plots import figures
 from raymoe.report.results import Line, decode, displayed
 from tests.python_path import REPOSITORY
+from tests.unit.docs.blocks_figure import blocks_figure
+from tests.unit.docs.systems_figure import systems_figure
 
 FOLDER = REPOSITORY / "docs" / "figures"
 BY_HAND = {"step-timeline-h200x2.svg", "how-it-works.svg", "rows-by-expert.svg"}
@@ -60,9 +62,17 @@ FIGURES = {
 }
 """By the name of the file: the figure of a report, and the lines that it shows."""
 
+NARROW: Mapping[str, Callable[[], str]] = {
+    "systems-sms-h100x2": systems_figure,
+    "combine-down-blocks-h200x2": blocks_figure,
+}
+"""Figures that no report has, in one column for telephones, and what draws each."""
+
 
 def measured_figure(name: str) -> str:
     """Return the file of this name as its raw lines give it."""
+    if name in NARROW:
+        return NARROW[name]()
     stem, sources = FIGURES[name]
     lines = [line for source in sources for line in displayed(list(source.lines()))]
     runs = [str(line["run"]) for line in lines]
@@ -72,5 +82,5 @@ def measured_figure(name: str) -> str:
 
 
 if __name__ == "__main__":
-    for name in FIGURES:
+    for name in (*FIGURES, *NARROW):
         (FOLDER / f"{name}.svg").write_text(measured_figure(name))

@@ -14,11 +14,19 @@ import pytest
 
 from raymoe.report.measures import measured_link_gbps
 from tests.python_path import REPOSITORY
-from tests.unit.docs.derived_tables import layers_before_and_after, product_time, ray_tensors_ms
+from tests.unit.docs.blocks_figure import blocks_of, last_end, pause, reductions, rows_of, spread_of_ends
+from tests.unit.docs.derived_tables import (
+    BESIDE_PRODUCTS,
+    json_lines,
+    layers_before_and_after,
+    product_time,
+    ray_tensors_ms,
+)
 from tests.unit.docs.measured_tables import DOCS
 from tests.unit.docs.raw_lines import BENCHMARKS, Column
 
 GIB = 1 << 30
+BESIDE = "docs/evidence/experiments/beside_products.md"
 _NUMBER = r"\d+(?:\.\d+)?"
 _UNITS = "µs|us|ms|GB/s|TB/s|TFLOP/s|%|times as"
 _QUANTITY = re.compile(rf"(?<![\w.])(?:{_NUMBER}(?:,| and| to| or)? )*{_NUMBER} ?(?:{_UNITS})(?!\w)")
@@ -84,6 +92,10 @@ def _few_tokens(*parts: str) -> float:
     """The sum of parts of DeepSeek-V3's layer with 8-bit experts and 128 tokens."""
     keys = {"tokens": 128, "l2": "cold"}
     return sum(Column("layer_models_h100x2", "uwmy", {**keys, "op": part}).value({}) for part in parts)
+
+
+def _last(blocks: list[tuple[float, float]]) -> float:
+    return max(end for _, end in blocks)
 
 
 def _eight(rows: int, beside: str) -> float:
@@ -239,6 +251,41 @@ CLAIMS = [
         ),
     ),
     Claim("docs/evidence/domains.md", "its own rows back at # GB/s", (_mirror,)),
+    Claim(
+        BESIDE,
+        "blocks of the product end over # µs, and the combine begins # µs after the last. "
+        "The # blocks of its local reduction end by # µs, and the # of its final reduction by #",
+        (
+            lambda: spread_of_ends("in_turn", "product"),
+            lambda: pause("in_turn"),
+            lambda: len(reductions()[0]),
+            lambda: _last(reductions()[0]),
+            lambda: len(reductions()[1]),
+            lambda: last_end("in_turn"),
+        ),
+    ),
+    Claim(
+        BESIDE,
+        "the # blocks of the combine end by # µs. The # blocks of the product that found no SM begin as those end, "
+        "and all end over # µs as before, the last at # µs",
+        (
+            lambda: len(blocks_of("beside", "exchange")),
+            lambda: _last(blocks_of("beside", "exchange")),
+            lambda: sum(row[0][0] == "exchange" for row in rows_of("beside")),
+            lambda: spread_of_ends("beside", "product"),
+            lambda: last_end("beside"),
+        ),
+    ),
+    Claim(
+        BESIDE,
+        "Both ends differ by # µs, which is no measure of the gain, because they are of one rank and one run. "
+        "The product alone ended at # µs there. Its median of the slower rank is #",
+        (
+            lambda: last_end("in_turn") - last_end("beside"),
+            lambda: _last(blocks_of("in_turn", "product")),
+            lambda: json_lines(BESIDE_PRODUCTS)[0]["product_us"],
+        ),
+    ),
 ]
 
 
