@@ -74,7 +74,7 @@ def test_a_checkpoint_over_domains_is_loaded_by_other_worlds(groups: Groups, tmp
 
 
 def of_domains(rank: int) -> tuple[bool, bool, float]:
-    """A world of several domains keeps its process group weakly; the norm of docs/layer.md works on its experts."""
+    """A world of several domains keeps its process group weakly; the norm of docs/training.md works on its experts."""
     with World.of(domain=1) as world:
         layer = MoELayer(world, SPEC, FORM, seed=1)
         whole, inside = world.process_group is dist.group.WORLD, world.domain.process_group is None

@@ -365,7 +365,7 @@ def test_a_layer_of_dtensors_is_one_graph(pool: RankPool, tmp_path: Path) -> Non
 
 
 def under_ddp(world: World, store: str, sharded: bool) -> dict[str, bool]:
-    """Wrap a layer as docs/layer.md says; whether its experts stay, and gradients are those of a layer by itself."""
+    """Wrap a layer as docs/training.md says; whether its experts stay, and gradients are those of a layer by itself."""
     dist.init_process_group("gloo", init_method=f"file://{store}", rank=world.rank, world_size=world.size)
     try:
         with World.of() if sharded else nullcontext(world) as own:
