@@ -51,6 +51,8 @@ ELSEWHERE = {
     "raymoe attach ID": "tests/gang/test_submit_command.py",
     "raymoe logs ID": "tests/gang/test_submit_command.py",
     "raymoe stop ID": "tests/gang/test_submit_command.py",
+    "python -m tests.perf.sm_probe --out sm_probe.jsonl": "tests/unit/cuda/test_sm_probe.py",
+    "torchrun --nproc-per-node 2 -m tests.perf.few_sms --out few_sms.jsonl": "tests/perf/few_sms.py",  # on two GPUs
     "raymoe schema --markdown > docs/configuration.md": "tests/unit/docs/test_configuration_page.py",
     "pytest tests/unit/exchange/peer -k protocol": "tests/unit/exchange/peer/test_protocol_explorer.py",
 }
