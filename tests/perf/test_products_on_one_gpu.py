@@ -38,7 +38,7 @@ class Bar:
     ops: tuple[str, ...] = ("up", "down")
 
 
-BARS = (  # a little below what docs/products.md shows
+BARS = (  # a little below what docs/evidence/experiments/products.md shows
     Bar("uniform", 256, "grouped_mm", 1.2),
     Bar("uniform", 512, "grouped_mm", 1.15),
     Bar("uniform", 512, "dense", 0.88),

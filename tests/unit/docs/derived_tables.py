@@ -314,7 +314,6 @@ def combine_beside_down() -> Cells:
 
 DERIVED = [
     Derived("layer.md", "weights of a rank, MiB", bytes_of_8_bit_layers),
-    Derived("products.md", "ratio of times", product_ratios),
     Derived("evidence/scaling.md", "two H200, µs", lines_over_tokens),
     Derived("evidence/overlap.md", "`sms`", one_after_the_other),
     Derived("evidence/links.md", "ms", tensors_between_actors),
@@ -327,4 +326,5 @@ DERIVED = [
     Derived("evidence/experiments/backends.md", "date", eager_runs),
     Derived("evidence/experiments/beside_products.md", "two H200, µs", beside_products),
     Derived("evidence/experiments/beside_products.md", "combine + down, SMs", combine_beside_down),
+    Derived("evidence/experiments/products.md", "ratio of times", product_ratios),
 ]
