@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 
@@ -69,12 +70,25 @@ NARROW: Mapping[str, Callable[[], str]] = {
 """Figures that no report has, in one column for telephones, and what draws each."""
 
 
+def quoted(lines: list[Line]) -> list[Line]:
+    """Return points of DeepGEMM out of the table of another day, as lines beside raymoe's of as many rows."""
+    page = (REPOSITORY / "docs/evidence/experiments/products.md").read_text()
+    cells = re.search(r"^\| 64 × 512, 7168 → 4096 \|.*\| (\d+) \| (\d+) \|$", page, re.MULTILINE)
+    (own,) = (line for line in lines if (line["backend"], line["op"], line["rows"]) == ("raymoe", "up", 512))
+    assert cells
+    work = 2 * 64 * 512 * 7168 * 4096
+    names = zip(("DeepGEMM, quoted", "DeepGEMM in 8 bits, quoted"), cells.groups(), strict=True)
+    return [{**own, "backend": name, "us_p50": float(us), "tflops": work / float(us) / 1e6} for name, us in names]
+
+
 def measured_figure(name: str) -> str:
     """Return the file of this name as its raw lines give it."""
     if name in NARROW:
         return NARROW[name]()
     stem, sources = FIGURES[name]
     lines = [line for source in sources for line in displayed(list(source.lines()))]
+    if name == "products-up-h100":
+        lines += quoted(lines)
     runs = [str(line["run"]) for line in lines]
     as_one_run = [line | {"run": runs[0]} for line in lines]  # else each run would have its own curves
     (figure,) = (figure for figure in figures(as_one_run, {}) if figure.stem == stem)
