@@ -49,11 +49,11 @@ class Added:
     main_grad: Tensor | None = None
     """float32[L, N, K]: a backward pass adds the gradient of the weight to it, and the weight itself gets none."""
     kept: KeptRows | None = None
-    """What a backward pass makes x of again. x itself is not kept then."""
+    """Rows from which a backward pass makes x again, which is not kept then."""
 
     @property
     def source(self) -> tuple[Tensor | None, Tensor | None, Tensor | None, Tensor | None, list[int]]:
-        """What operators take for `kept`."""
+        """Return `kept` as the last five arguments of operators."""
         if self.kept is None:
             return None, None, None, None, []
         return self.kept.own, self.kept.others, self.kept.metadata, self.kept.topk_idx, self.kept.numbers

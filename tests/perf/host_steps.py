@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import statistics
 import time
 from collections.abc import Callable
@@ -15,6 +16,15 @@ import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
 ON_GPU = torch.cuda.is_available()
+
+
+def begin_ranks() -> torch.device:
+    """Start torch.distributed under torchrun, and return this rank's device."""
+    device = torch.device("cuda", int(os.environ["LOCAL_RANK"])) if ON_GPU else torch.device("cpu")
+    if ON_GPU:
+        torch.cuda.set_device(device)
+    dist.init_process_group("cuda:nccl,cpu:gloo" if ON_GPU else "gloo", device_id=device if ON_GPU else None)
+    return device
 
 
 def microseconds(step: Callable[[], object], model: torch.nn.Module) -> float:

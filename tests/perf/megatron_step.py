@@ -41,7 +41,7 @@ from megatron.core.transformer.moe.token_dispatcher import (  # noqa: E402
 )
 
 from raymoe.integrations.megatron import Options, RaymoeTokenDispatcher  # noqa: E402
-from tests.perf.host_steps import Comparison  # noqa: E402
+from tests.perf.host_steps import Comparison, begin_ranks  # noqa: E402
 
 if not hasattr(moe_utils, "te_general_gemm"):
     moe_utils.te_general_gemm = None  # 0.16.1 forgets it where Transformer Engine is missing
@@ -156,11 +156,7 @@ def stepper(model: GPTModel, tokens: torch.Tensor) -> Callable[[], torch.Tensor]
 
 def main() -> None:
     warnings.filterwarnings("ignore")
-    chosen, rank = options(), int(os.environ["LOCAL_RANK"])
-    device = torch.device("cuda", rank) if ON_GPU else torch.device("cpu")
-    if ON_GPU:
-        torch.cuda.set_device(device)
-    dist.init_process_group("cuda:nccl,cpu:gloo" if ON_GPU else "gloo", device_id=device if ON_GPU else None)
+    chosen, device = options(), begin_ranks()
     parallel_state.initialize_model_parallel(1, 1, expert_model_parallel_size=dist.get_world_size())
     model = build(chosen, device)
     source = torch.Generator().manual_seed(dist.get_rank())

@@ -1,11 +1,11 @@
 // Probe: how many bytes an SM moves by bulk copies, and how fast it adds rows. sm_probe.py launches it.
 //
 // One block to an SM. Each warp works alone, on rows of its own, with `stages` stages of `row_bytes` in shared memory:
-//   LOAD   its first thread loads rows, all stages in flight
-//   STORE  its first thread stores a stage to `places` rows each time, with all stages but one in flight
-//   PLACE  its first thread loads a row and stores it to `places` rows, by the ring of base/ring.cuh
-//   ADD    its first thread loads rows; all threads add `places` bfloat16 rows in float32, as a combine does, and the
-//          first one stores the sum
+//   LOAD   The first thread loads rows, with all stages in flight.
+//   STORE  The first thread stores a stage to `places` rows each time, with all stages but one in flight.
+//   PLACE  The first thread loads a row and stores it to `places` rows, by the ring of base/ring.cuh.
+//   ADD    The first thread loads rows. All threads add `places` bfloat16 rows in float32, as a combine does. The first
+//          one stores the sum.
 // Rows are taken in an order that scatters them, so neighbours in time are no neighbours in memory.
 //
 // Results of a block, 4 words: clocks, nanoseconds, number of its SM, rows of all its warps.

@@ -46,7 +46,7 @@ from torchtitan.models.common.token_dispatcher import AllToAllTokenDispatcher, D
 from torchtitan.models.qwen3 import model_registry, parallelize  # noqa: E402
 
 from raymoe.integrations.torchtitan import RaymoeTokenDispatcher  # noqa: E402
-from tests.perf.host_steps import Comparison  # noqa: E402
+from tests.perf.host_steps import Comparison, begin_ranks  # noqa: E402
 
 RAYMOE: dict[str, dict[str, Any]] = {
     "raymoe": {},
@@ -171,11 +171,7 @@ def captured(step: Callable[[], torch.Tensor], device: torch.device) -> Callable
 
 def main() -> None:
     warnings.filterwarnings("ignore")
-    chosen, rank = options(), int(os.environ["LOCAL_RANK"])
-    device = torch.device("cuda", rank) if ON_GPU else torch.device("cpu")
-    if ON_GPU:
-        torch.cuda.set_device(device)
-    dist.init_process_group("cuda:nccl,cpu:gloo" if ON_GPU else "gloo", device_id=device if ON_GPU else None)
+    chosen, device = options(), begin_ranks()
     model, dims = build(chosen, device)
     source = torch.Generator().manual_seed(dist.get_rank())
     tokens = torch.randint(0, chosen.vocabulary, (1, chosen.tokens), generator=source).to(device)
