@@ -41,7 +41,7 @@ class ExchangeStream:
         """Do nothing: torch owns its streams."""
 
 
-class _Lane:
+class _SecondStream:
     """A stream, and the order between it and the current one. On CPU ranks there is one thread for both."""
 
     def __init__(self, world: World) -> None:
@@ -49,12 +49,12 @@ class _Lane:
         self._stream = world.shared(ExchangeStream).stream if world.device.type == "cuda" else None
 
     def after_current(self) -> None:
-        """Let the lane wait for what the current stream has."""
+        """Let the second stream wait for what the current stream has."""
         if self._stream is not None:
             self._stream.wait_event(_cuda.current_stream(self._device).record_event())
 
     def mark(self) -> Any:
-        """Return an event after what the lane has; None without a stream."""
+        """Return an event after what the second stream has; None without a stream."""
         return None if self._stream is None else self._stream.record_event()
 
     def current_after(self, mark: Any) -> None:
@@ -64,15 +64,17 @@ class _Lane:
 
     @contextmanager
     def joined(self) -> Iterator[None]:
-        """Let the current stream wait for the lane at the end, also after an error: a capture must not end while a
-        stream is apart."""
+        """Let the current stream wait for the second one at the end, also after an error.
+
+        A capture must not end while a stream is apart.
+        """
         try:
             yield
         finally:
             self.current_after(self.mark())
 
     def entered(self) -> Any:
-        """Return a context that enqueues on the lane."""
+        """Return a context that enqueues on the second stream."""
         return nullcontext() if self._stream is None else _cuda.stream(self._stream)
 
 
@@ -98,29 +100,29 @@ def in_microbatches(layer: MoELayer, x: torch.Tensor, count: int = 2) -> torch.T
     summed = torch.empty_like(h)
     given, results = (h, routing.topk_idx, routing.topk_weights), summed.tensor_split(count)
     parts = list(zip(*(each.tensor_split(count) for each in given), strict=True))
-    lane, held = _Lane(layer.world), []
-    lane.after_current()
-    with lane.joined(), leaving(_sms_of_exchange(layer)):
-        coming = _dispatch(layer, lane, *parts[0])
+    second, held = _SecondStream(layer.world), []
+    second.after_current()
+    with second.joined(), leaving(_sms_of_exchange(layer)):
+        coming = _dispatch(layer, second, *parts[0])
         shared = (layer.apply_shared(h),) if layer.has_shared else ()
         for part, result in enumerate(results):
             dispatched, mark = coming
             if part + 1 < count:
-                coming = _dispatch(layer, lane, *parts[part + 1])
-            lane.current_after(mark)
+                coming = _dispatch(layer, second, *parts[part + 1])
+            second.current_after(mark)
             rows = layer.multiply_rows(dispatched).to(h.dtype)
-            lane.after_current()
-            with lane.entered():
+            second.after_current()
+            with second.entered():
                 layer.exchange.combine_unkept(rows, dispatched, layer.deterministic is None, result)
             held += [dispatched, rows]
     residual = (flat,) if layer.residual else ()
     return add(summed, *shared, *residual).to(x.dtype).view(x.shape)
 
 
-def _dispatch(layer: MoELayer, lane: _Lane, *part: torch.Tensor) -> tuple[Dispatched, Any]:
-    """Dispatch a part on the lane; return its rows and the mark after which they are there."""
-    with lane.entered():
-        return layer.dispatch_rows(*part, apart=True), lane.mark()
+def _dispatch(layer: MoELayer, second: _SecondStream, *part: torch.Tensor) -> tuple[Dispatched, Any]:
+    """Dispatch a part on the second stream; return its rows and the mark after which they are there."""
+    with second.entered():
+        return layer.dispatch_rows(*part, apart=True), second.mark()
 
 
 def _sms_of_exchange(layer: MoELayer) -> int:

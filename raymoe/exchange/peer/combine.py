@@ -206,7 +206,7 @@ on all 205, 216 and 228 (2x H200, 2026-11-22)."""
 MOST_WHOLE_SMS = 24
 """On up to so many SMs rows are whole: a piece costs a warp places, a wait and a share of a fence, which few warps hide
 less. 4096 tokens of 7168 took 619 us instead of 755 on 16 SMs, 471 instead of 497 on 24, but 314 instead of 282 on 48
-(2x H100, 2026-11-26)."""
+(2x H200, 2026-11-26)."""
 
 MOST_PIECES = 32
 VECTORS_A_STEP, STEPS_UNDER_WAY = 128, 4

@@ -135,10 +135,10 @@ def streams(monkeypatch: pytest.MonkeyPatch) -> NotedStreams:
     streams = NotedStreams()
     monkeypatch.setattr(microbatches, "_cuda", streams)
 
-    def begin(lane: Any, world: World) -> None:
-        lane._device, lane._stream = world.device, NotedStream(streams, "lane")
+    def begin(second: Any, world: World) -> None:
+        second._device, second._stream = world.device, NotedStream(streams, "second")
 
-    monkeypatch.setattr(microbatches._Lane, "__init__", begin)
+    monkeypatch.setattr(microbatches._SecondStream, "__init__", begin)
     monkeypatch.setattr(microbatches, "_sms_of_exchange", lambda _: 32)
     for name in ("dispatch_rows", "multiply_rows", "apply_shared", "route"):
         note(monkeypatch, streams, MoELayer, name)
@@ -165,13 +165,13 @@ def test_each_dispatch_is_enqueued_before_the_experts_of_the_part_before(
         x = rows(10, 0)
         y = in_microbatches(layer, x)
         assert streams.log == [
-            *("route beside  on main", "lane waits for route beside  on main"),
-            *("dispatch beside 32 on lane", "apply beside 32 on main", "dispatch beside 32 on lane"),
-            *("main waits for dispatch beside 32 on lane", "multiply beside 32 on main"),
-            *("lane waits for multiply beside 32 on main", "combine beside 32 on lane"),
-            *("main waits for dispatch beside 32 on lane", "multiply beside 32 on main"),
-            *("lane waits for multiply beside 32 on main", "combine beside 32 on lane"),
-            "main waits for combine beside 32 on lane",
+            *("route beside  on main", "second waits for route beside  on main"),
+            *("dispatch beside 32 on second", "apply beside 32 on main", "dispatch beside 32 on second"),
+            *("main waits for dispatch beside 32 on second", "multiply beside 32 on main"),
+            *("second waits for multiply beside 32 on main", "combine beside 32 on second"),
+            *("main waits for dispatch beside 32 on second", "multiply beside 32 on main"),
+            *("second waits for multiply beside 32 on main", "combine beside 32 on second"),
+            "main waits for combine beside 32 on second",
         ]
         torch.testing.assert_close(y, layer(x))
 
@@ -184,7 +184,7 @@ def test_the_lane_is_joined_after_an_error(streams: NotedStreams) -> None:
         layer.experts.register_forward_hook(lambda *_: 1 / 0)
         with pytest.raises(ZeroDivisionError):
             in_microbatches(layer, rows(10, 0))
-        assert streams.log[-1] == "main waits for dispatch beside 32 on lane"
+        assert streams.log[-1] == "main waits for dispatch beside 32 on second"
         assert left_sms.blocks_of_product(132, most=1000) == 132
 
     on_ranks(1, run)
