@@ -96,8 +96,8 @@ def parts_of(layer: raymoe.MoELayer, x: torch.Tensor) -> dict[str, Work]:
         "products_fp8": products_fp8,
         "products_fp8_kept": products_fp8_kept,
         "quantise_rows": lambda: quantise_rows(rows),
-        "quantise_weights": lambda: [quantised(weight) for weight in weights],
         "convert_weights": lambda: [weight.to(torch.float8_e4m3fn) for weight in weights],
+        "quantise_weights": lambda: [quantised(weight) for weight in weights],
     }
 
 
