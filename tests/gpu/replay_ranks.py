@@ -128,7 +128,7 @@ class Beside:
         self.stream = torch.cuda.Stream(device) if device.type == "cuda" else None
         self.device, self.kernels = device, 0
         if self.stream is not None:
-            self._square = torch.randn(1024, 1024, device=device).bfloat16()
+            self._square = torch.randn(2048, 2048, device=device).bfloat16()
             self._product, self._bytes = torch.empty_like(self._square), torch.zeros(16 << 20, device=device)
 
     def enqueue(self, rng: np.random.Generator) -> None:
