@@ -45,12 +45,12 @@ class Layers:
 
 def errors(world: World, layers: Layers) -> list[float]:
     """Return the largest differences from the whole layer: of eager calls, and of replays with other rows."""
-    whole, parted = layers.make(world, TOKENS, "auto"), layers.make(world, -(-TOKENS // layers.count), layers.sms)
-    found = []
+    stream, found = torch.cuda.Stream(world.device), []
     with torch.no_grad():
-        x = torch.zeros(TOKENS - 7 * world.rank, HIDDEN, dtype=torch.bfloat16, device=world.device)
-        stream = torch.cuda.Stream(world.device)
-        with torch.cuda.stream(stream):
+        with torch.cuda.stream(stream):  # which draws the weights too, before it uses them
+            whole = layers.make(world, TOKENS, "auto")
+            parted = layers.make(world, -(-TOKENS // layers.count), layers.sms)
+            x = torch.zeros(TOKENS - 7 * world.rank, HIDDEN, dtype=torch.bfloat16, device=world.device)
             for seed in range(3):
                 torch.manual_seed(10 * seed + world.rank)
                 x.normal_()
@@ -61,13 +61,14 @@ def errors(world: World, layers: Layers) -> list[float]:
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph, stream=stream):
             y = in_microbatches(parted, x, layers.count)
-        for seed in range(3, 6):
-            torch.manual_seed(10 * seed + world.rank)
-            x.normal_()
-            y.fill_(torch.nan)
-            graph.replay()
-            torch.cuda.synchronize()
-            found.append(float((y - whole(x)).abs().max()))
+        with torch.cuda.stream(stream):
+            for seed in range(3, 6):
+                torch.manual_seed(10 * seed + world.rank)
+                x.normal_()
+                y.fill_(torch.nan)
+                graph.replay()
+                torch.cuda.synchronize()
+                found.append(float((y - whole(x)).abs().max()))
         for layer in (whole, parted):
             layer.exchange.check()
         del graph
