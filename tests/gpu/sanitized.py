@@ -126,11 +126,11 @@ def alone(*, arrives: bool = False) -> list[Step]:
     ]
     layer = Step("layer: router and few rows", _on_one_rank(on_rank.layer_kernels))
     products = [
-        Step(f"layer: {name}", _on_one_rank(function))
-        for name, function in (
-            ("products", on_rank.products),
-            ("products of 8 bits", on_rank.quantised_products),
-            ("gradients of products", on_rank.product_gradients),
+        Step(f"layer: {name}", _on_one_rank(function, arrives=arrives and eight_bits))
+        for name, function, eight_bits in (
+            ("products", on_rank.products, False),
+            ("products of 8 bits", on_rank.quantised_products, True),
+            ("gradients of products", on_rank.product_gradients, False),
         )
     ]
     return [*found, layer, *products]

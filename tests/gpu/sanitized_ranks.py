@@ -122,9 +122,26 @@ EACH_THREAD_ARRIVES = tuple(
         ),
         ("ptx::bulk_wait_read<1>();", "ptx::bulk_wait_read<1>(); __syncwarp();"),
     )
+) + tuple(
+    Change(f"product/{name}", old, new)
+    for name, old, new in (
+        ("multiplying.cuh", "1 + Others::ARRIVALS);", "1 + 32 * Others::ARRIVALS);"),
+        ("multiplying.cuh", "memory.empty(stage), MULTIPLYING_WARPS);", "memory.empty(stage), 32 * MULTIPLYING_WARPS);"),
+        (
+            "multiplying.cuh",
+            "if (threadIdx.x % 32 == 0) {\n        ptx::barrier_arrive(memory.empty(turn % STAGES));\n    }",
+            "ptx::barrier_arrive(memory.empty(turn % STAGES));",
+        ),
+        (
+            "scaled.cuh",
+            "if (lane == 0) {\n            ptx::barrier_arrive(memory.full(stage));\n        }",
+            "ptx::barrier_arrive(memory.full(stage));",
+        ),
+    )
 )
-"""Let all threads of a group arrive at `empty`. In the kernels one thread arrives for its warp, and the first thread of
-a group for the first warp.
+"""Let all threads of a group arrive at `empty`, and those of a product that scale at `full`. In the kernels one thread
+arrives for its warp, and the first thread of a group for the first warp. Not for outer_product.cu, whose warps arrive
+at the same `empty` by code of its own.
 
 For racecheck an arrival orders only the thread that arrives. It does not follow an order that comes to this thread by
 __syncwarp or by the barrier of the group. So of each warp it reports 31 of 32 threads, all but the one that arrives
