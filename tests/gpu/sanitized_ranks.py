@@ -126,7 +126,11 @@ EACH_THREAD_ARRIVES = tuple(
     Change(f"product/{name}", old, new)
     for name, old, new in (
         ("multiplying.cuh", "1 + Others::ARRIVALS);", "1 + 32 * Others::ARRIVALS);"),
-        ("multiplying.cuh", "memory.empty(stage), MULTIPLYING_WARPS);", "memory.empty(stage), 32 * MULTIPLYING_WARPS);"),
+        (
+            "multiplying.cuh",
+            "memory.empty(stage), MULTIPLYING_WARPS);",
+            "memory.empty(stage), 32 * MULTIPLYING_WARPS);",
+        ),
         (
             "multiplying.cuh",
             "if (threadIdx.x % 32 == 0) {\n        ptx::barrier_arrive(memory.empty(turn % STAGES));\n    }",
