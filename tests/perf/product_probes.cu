@@ -36,7 +36,8 @@ struct StreamParams {
     u32 load_weights;
     u32 load_tokens;
     u32 multiplies;
-    u64 unused[1];  // up to a multiple of 64 bytes
+    u32 loaders;  // threads that load boxes of several rows, each of a warp of its own; 1 to 4
+    u32 unused;   // up to a multiple of 64 bytes
 };
 
 __device__ __forceinline__ void copy_16(u32 shared, const u8* from) {
@@ -162,12 +163,16 @@ struct Stream {
         }
     }
 
-    __device__ __forceinline__ void load_weights(u32 step) const {
+    // Loads the boxes of weights of which this is the loader. `box` counts all boxes of a step.
+    __device__ __forceinline__ void load_weights(u32 step, u32 loader, u32& box) const {
         const u64 again = ptx::evict_last_policy();
         const u32 tile = weight_tile();
 #pragma unroll
         for (u32 half = 0; half < M / HALF; ++half) {
             const u32 into = weights(step) + half * HALF * STEP_ROW_BYTES;
+            if (box++ % p.loaders != loader) {
+                continue;
+            }
             if (p.load_weights == WEIGHTS_TURNS) {
                 tensor_load_5d(into, p.turns, column(step), (tile * M + half * HALF) / 16, full(step), again);
             } else if (p.load_weights == WEIGHTS_HALVES) {
@@ -178,14 +183,16 @@ struct Stream {
         }
     }
 
-    __device__ __forceinline__ void load_boxes(u32 step) const {
+    __device__ __forceinline__ void load_boxes(u32 step, u32 loader, u32& box) const {
         const u64 again = ptx::evict_last_policy();
         u32 row = first_token(), left = N, into = tokens(step);
 #pragma unroll
         for (u32 map = 0; map < 4; ++map) {
-            const u32 box = 64u >> map;
-            for (; left >= box; left -= box, row += box, into += box * STEP_ROW_BYTES) {
-                ptx::tensor_load_2d(into, p.tokens[map], column(step), row, full(step), again);
+            const u32 rows = 64u >> map;
+            for (; left >= rows; left -= rows, row += rows, into += rows * STEP_ROW_BYTES) {
+                if (box++ % p.loaders == loader) {
+                    ptx::tensor_load_2d(into, p.tokens[map], column(step), row, full(step), again);
+                }
             }
         }
     }
@@ -194,23 +201,26 @@ struct Stream {
         return loads_weights(step) * WEIGHTS + (boxes && loads_tokens(step)) * (STAGE - WEIGHTS);
     }
 
-    // One thread loads all boxes. Those of one row have a thread each, all of one warp.
-    __device__ __forceinline__ void load() const {
+    // One thread of each loading warp loads boxes. Those of one row have a thread each, all of one warp.
+    __device__ __forceinline__ void load(u32 loader) const {
         const u32 thread = threadIdx.x % 32;
         const u64 again = ptx::evict_last_policy();
         const bool alone = p.load_tokens != TOKENS_ROWS;
-        if (alone && thread != 0) {
+        if (loader >= p.loaders || (alone && thread != 0)) {
             return;
         }
         for (u32 step = 0; step < p.steps; ++step) {
+            u32 box = 0;
             if (thread == 0) {
                 await(empty(step), (step / COUNT + 1) & 1);
-                ptx::barrier_expect(full(step), bytes(step, true));
+                if (loader == 0) {
+                    ptx::barrier_expect(full(step), bytes(step, true));  // of all loaders; the others arrive not
+                }
                 if (loads_weights(step)) {
-                    load_weights(step);
+                    load_weights(step, loader, box);
                 }
                 if (alone && loads_tokens(step)) {
-                    load_boxes(step);
+                    load_boxes(step, loader, box);
                 }
             }
             if (!alone) {
@@ -237,8 +247,9 @@ struct Stream {
             await(empty(step), (step / COUNT + 1) & 1);
             if (thread == 0) {
                 ptx::barrier_expect(full(step), bytes(step, false));
+                u32 box = 0;
                 if (loads_weights(step)) {
-                    load_weights(step);
+                    load_weights(step, 0, box);
                 }
             }
             const u8* from = p.x + column(step) * 2 + thread % 8 * 16;
@@ -282,8 +293,8 @@ struct Stream {
             ptx::give_registers_away<OTHER_REGISTERS>();
             if (p.load_tokens == TOKENS_GATHER) {
                 gather();
-            } else if (threadIdx.x / 32 == LOADING_WARP) {
-                load();
+            } else {
+                load(threadIdx.x / 32 - LOADING_WARP);
             }
         }
     }

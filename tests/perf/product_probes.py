@@ -38,6 +38,7 @@ MACS_A_CLOCK = 2048
 
 ASKS = {
     "l2": "How many bytes a clock does each SM get from the L2 cache while all multiply tiles of a shape?",
+    "loaders": "Do more threads that load give an SM more bytes a clock?",
     "turns": "Does the driver take a map of five dimensions with unordered strides, and do its boxes cost more?",
     "early": "When does a kernel begin after the one before it, by a programmatic dependent launch and without?",
     "sustained": "At which rate does a dense product go on for seconds, and does a product of experts keep its ratio?",
@@ -62,7 +63,8 @@ class StreamParams(Params):
     load_weights: U32
     load_tokens: U32
     multiplies: U32
-    unused: Annotated[tuple[int, ...], ctypes.c_uint64 * 1] = (0,)
+    loaders: U32
+    unused: U32 = 0
 
 
 @dataclass(frozen=True)
@@ -89,6 +91,8 @@ class Case:
     weights: str
     tokens: str
     multiplies: bool
+    loaders: int = 1
+    """Threads that load boxes of several rows."""
 
     @property
     def shared_bytes(self) -> int:
@@ -162,6 +166,7 @@ class Streams:
             load_weights=WEIGHTS[case.weights],
             load_tokens=TOKEN_WAYS[case.tokens],
             multiplies=case.multiplies,
+            loaders=case.loaders,
         )
         function = self.kernels.function(PROBES, f"stream_{case.weights_tile}_{case.tokens_tile}")
         return Launch(function, Shape(case.sms, THREADS, case.shared_bytes), params, waits=False)
@@ -245,6 +250,18 @@ def probe_l2(streams: Streams) -> Iterator[dict[str, Any]]:
         yield streams.measured(Case(*shape, streams.sms, "rows", "boxes", False))
         yield streams.measured(Case(*shape, streams.sms, "none", "none", True))
         yield streams.measured(Case(*shape, streams.sms, "rows", "boxes", True))
+
+
+def probe_loaders(streams: Streams) -> Iterator[dict[str, Any]]:
+    """Yield lines of boxes that one to four threads load, on one SM and on all."""
+    for loaders in (2, 3, 4):
+        right = streams.right(Case(256, 136, 20, "rows", "boxes", True, loaders))
+        yield {"loaders": loaders, "right": right}
+    for shape in ((128, 136), (128, 256), (256, 128), (256, 136), (256, 176)):
+        for sms in (1, streams.sms):
+            for multiplies in (False, True):
+                for loaders in (1, 2, 3, 4):
+                    yield streams.measured(Case(*shape, sms, "rows", "boxes", multiplies, loaders))
 
 
 class Link:
@@ -432,6 +449,7 @@ def main() -> None:
                 "turns": lambda: probe_turns(streams),
                 "gather": lambda: probe_gather(streams),
                 "l2": lambda: probe_l2(streams),
+                "loaders": lambda: probe_loaders(streams),
                 "early": lambda: probe_early(kernels),
                 "sustained": lambda: probe_sustained(kernels),
             }[name]
