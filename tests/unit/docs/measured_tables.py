@@ -108,6 +108,11 @@ def backend_and_tokens(cell: str) -> Mapping[str, object]:
     return backend(name) | tokens(count)
 
 
+def tokens_system_and_sms(cell: str) -> Mapping[str, object]:
+    count, name, sms_word = cell.split(", ")
+    return tokens(count) | backend(name) | sms(sms_word)
+
+
 def operation(cell: str) -> Mapping[str, object]:
     return {"op": cell.strip("`")}
 
@@ -203,6 +208,18 @@ def at_equal_sms(first: str, layout: str, count: int) -> Table:
         "combine `deepep_v2`": column("deepep_v2", "combine"),
     }
     return Table(COMPARISON, first, columns, sms)
+
+
+def few_tokens_by_system(first: str) -> Table:
+    """Each system at 24 SMs and at its own choice, both layouts side by side."""
+    file, runs = "bench_systems_few_h200x2", ("pqte", "kjas")
+
+    def column(layout: str, op: str) -> Column:
+        return Column(file, runs, {"layout": layout, "op": op, "l2": "cold"})
+
+    ops = {"dispatch": "dispatch", "combine": "combine", "both": "exchange"}
+    columns = {f"{name} by {layout}": column(layout, op) for layout in ("expert", "rank") for name, op in ops.items()}
+    return Table(COMPARISON, first, columns, tokens_system_and_sms)
 
 
 def zipf(page: str, first: str, file: str, run: str) -> Table:
@@ -324,6 +341,7 @@ TABLES = [
     at_equal_sms("SMs, 4096 tokens by expert", "expert", 4096),
     at_equal_sms("SMs, 4096 tokens by rank", "rank", 4096),
     at_equal_sms("SMs, 1024 tokens by expert", "expert", 1024),
+    few_tokens_by_system("tokens, system, SMs"),
     nccl("dispatch", {"NCCL all-gather": "all_gather", "NCCL all-to-all": "all_to_all"}),
     nccl("combine", {"NCCL, all sums": "all_to_all_sums", "NCCL, wanted sums": "all_to_all"}),
     by_sms(SCALING, "SMs, 2× H200", "bench_sms_h200x2", "juoe"),

@@ -24,6 +24,7 @@ EXTERNAL_NAMES = {
     "job_supervisor.py",  # of Ray
     *("elastic.py", "comm.cuh"),  # of DeepEP
     *("trtllm_moe_alltoall.py", "comm.py"),  # of FlashInfer
+    "nvshmem_extension.cu",  # of torch
 }
 """File names that are not in the repository."""
 _SOURCE_NAME = re.compile(r"(?<![\w.*{-])([a-z][a-z0-9_]*\.(?:py|cu|cuh))\b(?!\()")

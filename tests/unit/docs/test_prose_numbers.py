@@ -122,6 +122,12 @@ def _microbatches(run: str, *parts: str) -> float:
     return sum(Column("microbatches_h200x2", run, {"op": part, "l2": "cold"}).value({}) for part in parts)
 
 
+def _few(backend: str, op: str, layout: str, tokens: int = 128, sms: str = "24") -> Callable[[], float]:
+    """The cold median of a system with few tokens, beside others on the same SMs."""
+    keys = {"backend": backend, "op": op, "layout": layout, "tokens": tokens, "case sms": sms, "l2": "cold"}
+    return partial(Column("bench_systems_few_h200x2", ("pqte", "kjas"), keys).value, {})
+
+
 def _replays(key: str) -> list[int]:
     """Of each rank the sum over cases and steps."""
     cases = [line["ranks"] for line in json_lines("replays_h200x2.jsonl")]
@@ -170,6 +176,28 @@ CLAIMS = [
         "docs/evidence/links.md",
         "Of 256 MiB the copy engine puts # GB/s, TMA # with",
         (lambda: _copy("copy_engine", 256 << 20, "gbps_wire"), lambda: _copy("tma", 256 << 20, "gbps_wire")),
+    ),
+    Claim(
+        "docs/evidence/comparison.md",
+        "at 128 tokens both operations take # µs, those of DeepEP #.",
+        tuple(_few(system, "exchange", "expert", sms="auto") for system in ("fused", "deepep_v2")),
+    ),
+    Claim(
+        "docs/evidence/comparison.md",
+        "its dispatch takes # µs and that of DeepEP #.",
+        tuple(_few(system, "dispatch", "expert") for system in ("fused", "deepep_v2")),
+    ),
+    Claim(
+        "docs/evidence/comparison.md",
+        "`fused` combines in # µs, DeepEP in # and `nccl_ep` in #;",
+        tuple(_few(system, "combine", "rank") for system in ("fused", "deepep_v2", "nccl_ep")),
+    ),
+    Claim(
+        "docs/evidence/comparison.md",
+        "takes # µs for both by expert and # by rank with low latency, # and # with high throughput",
+        tuple(
+            _few(system, "exchange", layout) for system in ("nccl_ep_ll", "nccl_ep") for layout in ("expert", "rank")
+        ),
     ),
     Claim("docs/evidence/comparison.md", "the share of # GB/s", (lambda: measured_link_gbps("NVIDIA H200") or 0.0,)),
     Claim("docs/evidence/comparison.md", "for `collective` # µs for its host", (lambda: 60.0,)),

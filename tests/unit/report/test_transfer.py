@@ -9,8 +9,10 @@ import shutil
 import subprocess
 import tarfile
 import threading
+from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
+from urllib.request import Request, urlopen
 
 import pytest
 
@@ -214,19 +216,47 @@ def test_a_place_that_names_nothing_is_refused(home, out):
     assert not home.exists() and list(home.parent.iterdir()) == []
 
 
-def test_a_run_is_copied_to_a_url_and_back(tmp_path):
-    source, url = results(tmp_path / "run"), f"file://{tmp_path}/remote/run"
+@pytest.fixture(params=["file", pytest.param("s3", marks=pytest.mark.thorough)])
+def remote(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
+    """A place for runs, by the form of a run's URL: a directory, or a bucket of an S3 server on this machine."""
+    if request.param == "file":
+        yield f"file://{tmp_path}/remote/{{}}"
+        return
+    moto = pytest.importorskip("moto.server")
+    monkeypatch.setenv("AWS_ACCESS_KEY_ID", "somebody")
+    monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "secret")
+    server = moto.ThreadedMotoServer("127.0.0.1", 0, verbose=False)
+    server.start()
+    try:
+        host, port = server.get_host_and_port()
+        with urlopen(Request(f"http://{host}:{port}/bucket", method="PUT")):
+            yield f"s3://bucket/runs/{{}}?region=us-east-1&scheme=http&endpoint_override={host}:{port}"
+    finally:
+        server.stop()
+
+
+def test_a_run_is_copied_to_a_url_and_back(tmp_path, remote):
+    source, url = results(tmp_path / "run"), remote.format("quick")
     mirror = storage.Mirror(source, url)
     mirror.start()
     mirror.finish()
-    assert names(tmp_path / "remote" / "run") == PLAIN
-    assert transfer.copy_if_readable(f"file://{tmp_path}/remote/run", JOB, tmp_path / "got")
+    assert storage.fetch(url, tmp_path / "there") and names(tmp_path / "there") == PLAIN
+    assert (tmp_path / "there/plots/a.svg").read_bytes() == (source / "plots/a.svg").read_bytes()
+    assert transfer.copy_if_readable(url, JOB, tmp_path / "got")
     assert names(tmp_path / "got") == PLAIN
     assert not transfer.copy_if_readable(url, "another-job", tmp_path / "other") and not (tmp_path / "other").exists()
-    assert not storage.fetch(f"file://{tmp_path}/remote/nothing", tmp_path / "other")
+    assert not storage.fetch(remote.format("nothing"), tmp_path / "other")
     (source / "summary.json").unlink()  # a retry has begun
     mirror.finish()
-    assert "summary.json" not in names(tmp_path / "remote" / "run")
+    assert storage.fetch(url, tmp_path / "again") and "summary.json" not in names(tmp_path / "again")
+
+
+@pytest.mark.parametrize("remote", ["s3"], indirect=True)
+@pytest.mark.thorough
+def test_a_bucket_that_is_not_there_is_named(tmp_path, remote):
+    with pytest.raises(CannotWrite, match=r"Bucket 'nobodys' not found.*; they are in") as refused:
+        storage.Mirror(results(tmp_path / "run"), remote.format("quick").replace("bucket", "nobodys", 1)).finish()
+    assert refused.value.exit_code == 8
 
 
 def test_a_url_that_cannot_be_used_says_why(tmp_path):
