@@ -17,7 +17,7 @@ from tests.unit.docs.raw_lines import BENCHMARKS, Column, date_of, lines_of
 
 Cells = Sequence[Sequence[str]]
 BESIDE = "bench_overlap_h200x2"
-FP8_FORWARD = "fp8_forward_h100.txt"
+CAPTURED_LAYERS, FP8_FORWARD = "captured_layers_h200x2.txt", "fp8_forward_h100.txt"
 
 
 @dataclass(frozen=True)
@@ -327,6 +327,17 @@ def combine_beside_down() -> Cells:
     return rows
 
 
+def captured_layers() -> Cells:
+    """A step of eight layers and what ran in one replay, in ms, on the rank where it is longer."""
+    rows = []
+    for line in json_lines(CAPTURED_LAYERS):
+        replay = [max(rank[key] for rank in line["ranks_us"]) for key in ("traced", "sum", "union")]
+        times = [median(line["eager_us"]), median(line["us"]), *replay]
+        ratios = [f"{line[key]:.3f}" for key in ("traced_times_sum", "times_sum")]
+        rows.append([line["optimizer"], *(f"{us / 1e3:.2f}" for us in times), *ratios])
+    return rows
+
+
 FP8_FORWARD_PARTS = {
     "step": "step with gradients",
     "products": "forward's products, 16 bits",
@@ -354,6 +365,7 @@ DERIVED = [
     Derived("evidence/domains.md", "domains, tokens, operation", hops),
     Derived("evidence/layer.md", "H200, ranks", beside_transformers),
     Derived("evidence/layer.md", "two H100, tokens", layers_before_and_after),
+    Derived("evidence/layer.md", "optimizer, ms", captured_layers),
     Derived("evidence/layer.md", "part of a step, µs", fp8_forward),
     Derived("evidence/archive.md", "router, µs", routers),
     Derived("evidence/rows.md", "host µs of a call", eager_calls),
