@@ -12,6 +12,7 @@ torch's profiler then traces some replays on every rank. A rank's line has of th
 - `union`: the time in which at least one of them ran
 - `span`: from the first one's begin to the last one's end; `traced`: the same replay by the clock
 
+Traced replays follow a pause, after which a GPU may clock higher. `paced_us` are untraced ones after a pause.
 Kernels of an exchange wait for other ranks, and that wait is in all of them. `times_sum` and `times_union` are the
 untraced time as a multiple of `sum` and `union`, on the rank where it is larger; `traced_times_sum` is so of `traced`.
 
@@ -51,7 +52,7 @@ SHAPE = (
     if ON_GPU
     else {"hidden": 64, "experts": 8, "topk": 2, "ffn": 32}
 )
-WARMUP = 2
+WARMUP, PAUSE_S = 2, 0.5
 DEVICE_WORK = ("kernel", "gpu_memcpy", "gpu_memset")
 """The categories of a trace that are work of the GPU."""
 NAME_LETTERS = 48
@@ -181,6 +182,12 @@ def eager_us(step: LayersStep) -> float:
     return (time.perf_counter() - begun) * 1e6
 
 
+def paced(sample: Callable[[], float]) -> float:
+    """Return an untraced sample after a pause as long as a trace's."""
+    time.sleep(PAUSE_S)
+    return sample()
+
+
 def slowest(values: list[float]) -> list[float]:
     """Return the slowest rank's value of each sample."""
     return [round(max(every), 1) for every in zip(*everyones(values), strict=True)]
@@ -208,6 +215,7 @@ def captured_times(step: LayersStep, world: raymoe.World, chosen: argparse.Names
             wanted.clear()
         if world.rank == 0:
             print(f"captured: {median(found['us'])} us; now traced", flush=True)  # should the profiler fail
+        found["paced_us"] = slowest([paced(lambda: clock.us_cold(replay)) for _ in range(chosen.traces)])
         traces = [traced(lambda: clock.us_cold(replay)) for _ in range(chosen.traces + 1)][1:]
         return found | against_kernels(median(own), traces)
 
@@ -262,7 +270,7 @@ def line_of(world: raymoe.World, chosen: argparse.Namespace, optimizer: str) -> 
 
 def say(line: dict[str, Any], out: Path | None) -> None:
     """Print the medians, and append the whole line to the file."""
-    text = {name: median(value) if name in ("us", "eager_us") else value for name, value in line.items()}
+    text = {name: median(value) if name in ("us", "paced_us", "eager_us") else value for name, value in line.items()}
     print(json.dumps({name: value for name, value in text.items() if name != "by_name"}), flush=True)
     if out is not None:
         with out.open("a") as file:

@@ -6,6 +6,7 @@ import json
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from statistics import median
 from typing import Any
 
 import numpy
@@ -16,6 +17,7 @@ from tests.unit.docs.raw_lines import BENCHMARKS, Column, date_of, lines_of
 
 Cells = Sequence[Sequence[str]]
 BESIDE = "bench_overlap_h200x2"
+CAPTURED_LAYERS, FP8_FORWARD = "captured_layers_h200x2.txt", "fp8_forward_h100.txt"
 
 
 @dataclass(frozen=True)
@@ -325,6 +327,34 @@ def combine_beside_down() -> Cells:
     return rows
 
 
+def captured_layers() -> Cells:
+    """A step of eight layers and what ran in one replay, in ms, on the rank where it is longer."""
+    rows = []
+    for line in json_lines(CAPTURED_LAYERS):
+        replay = [max(rank[key] for rank in line["ranks_us"]) for key in ("traced", "sum", "union")]
+        times = [median(line["eager_us"]), median(line["us"]), *replay]
+        ratios = [f"{line[key]:.3f}" for key in ("traced_times_sum", "times_sum")]
+        rows.append([line["optimizer"], *(f"{us / 1e3:.2f}" for us in times), *ratios])
+    return rows
+
+
+FP8_FORWARD_PARTS = {
+    "step": "step with gradients",
+    "products": "forward's products, 16 bits",
+    "products_fp8": "8 bits",
+    "products_fp8_kept": "8 bits, gate and up kept in 16",
+    "quantise_rows": "quantise rows",
+    "convert_weights": "weights to 8 bits in one pass, no scales",
+    "quantise_weights": "quantise weights by torch",
+}
+
+
+def fp8_forward() -> Cells:
+    """The parts of a step, in µs, that 8 bits in the products of its forward pass would change."""
+    (line,) = json_lines(FP8_FORWARD)
+    return [[name, f"{median(line['us'][part]):.0f}"] for part, name in FP8_FORWARD_PARTS.items()]
+
+
 DERIVED = [
     Derived("layer.md", "weights of a rank, MiB", bytes_of_8_bit_layers),
     Derived("evidence/scaling.md", "two H200, µs", lines_over_tokens),
@@ -335,6 +365,8 @@ DERIVED = [
     Derived("evidence/domains.md", "domains, tokens, operation", hops),
     Derived("evidence/layer.md", "H200, ranks", beside_transformers),
     Derived("evidence/layer.md", "two H100, tokens", layers_before_and_after),
+    Derived("evidence/layer.md", "optimizer, ms", captured_layers),
+    Derived("evidence/layer.md", "part of a step, µs", fp8_forward),
     Derived("evidence/archive.md", "router, µs", routers),
     Derived("evidence/rows.md", "host µs of a call", eager_calls),
     Derived("evidence/experiments/backends.md", "date", eager_runs),

@@ -19,6 +19,7 @@ from tests.unit.docs.blocks_figure import blocks_of, last_end, pause, reductions
 from tests.unit.docs.derived_tables import (
     BESIDE_PRODUCTS,
     DERIVED,
+    FP8_FORWARD,
     json_lines,
     layers_before_and_after,
     product_time,
@@ -96,6 +97,11 @@ def _few_tokens(*parts: str) -> float:
     return sum(Column("layer_models_h100x2", "uwmy", {**keys, "op": part}).value({}) for part in parts)
 
 
+def _fp8_gain(way: str) -> float:
+    """What 8 bits in the products of its forward pass alone would gain of a step."""
+    return float(json_lines(FP8_FORWARD)[0]["gain"][way])
+
+
 def _last(blocks: list[tuple[float, float]]) -> float:
     return max(end for _, end in blocks)
 
@@ -158,6 +164,12 @@ CLAIMS = [
             partial(_few_tokens, "norm", "router", "dispatch", "experts", "combine", "sum"),
         ),
     ),
+    Claim(
+        "docs/evidence/layer.md",
+        "Were quantising free, a step would be # times as fast",
+        (partial(_fp8_gain, "free"),),
+    ),
+    Claim("docs/evidence/layer.md", "quantised, a step is # times as fast", (partial(_fp8_gain, "one_pass"),)),
     Claim(
         "docs/evidence/performance.md",
         "a dispatch takes # times as long as its row push, as fp8 # times",
