@@ -54,7 +54,7 @@ __device__ inline bool any_refused(const CombineLlParams& p, const u64 (*words)[
 
 }  // namespace raymoe
 
-extern "C" __global__ void __launch_bounds__(raymoe::THREADS, 2)
+extern "C" __global__ void __launch_bounds__(raymoe::THREADS, raymoe::WARPS > 8 ? 1 : 2)
     combine_ll(const __grid_constant__ raymoe::CombineLlParams p) {
     using namespace raymoe;
     using Type = ROW_TYPE;
@@ -66,7 +66,8 @@ extern "C" __global__ void __launch_bounds__(raymoe::THREADS, 2)
     FinalReduction<Type> final_reduction(p, role.warp(), role.warps());
     if (role.leaves) {
         local_reduction.begin();
-    } else {
+    }
+    if (role.arrives) {
         final_reduction.begin();
     }
     const auto [epoch, may] = beginning.run();
@@ -77,19 +78,22 @@ extern "C" __global__ void __launch_bounds__(raymoe::THREADS, 2)
         }
         if (static_cast<u32>(refusal.low) != CAUSE_NONE) {
             // This rank refuses the step, so no rank reads sums.
-        } else if (role.leaves) {
-            local_reduction.run(epoch);
         } else {
-            final_reduction.sum_own();
+            if (role.leaves) {
+                local_reduction.run(epoch);
+            }
+            if (role.arrives) {
+                final_reduction.sum_own();
+            }
         }
         trace(p.trace, AT_SAID_DONE);
         ok = await_statuses(p, epoch, statuses);
         if (ok) {
             trace(p.trace, AT_COUNTS);
             refused = any_refused(p, statuses);
-            if (!role.leaves && refused) {
+            if (role.arrives && refused) {
                 fill_with_nan<Type>(p, role.warp(), role.warps());
-            } else if (!role.leaves) {
+            } else if (role.arrives) {
                 ok = final_reduction.run(epoch);
             }
         }

@@ -258,7 +258,7 @@ __device__ inline bool place_ll(const DispatchLlParams& p, u64 epoch, const Role
 
 }  // namespace raymoe
 
-extern "C" __global__ void __launch_bounds__(raymoe::THREADS, 2)
+extern "C" __global__ void __launch_bounds__(raymoe::THREADS, raymoe::WARPS > 8 ? 1 : 2)
     dispatch_ll(const __grid_constant__ raymoe::DispatchLlParams p) {
     using namespace raymoe;
     extern __shared__ __align__(128) u8 shared[];
@@ -267,25 +267,27 @@ extern "C" __global__ void __launch_bounds__(raymoe::THREADS, 2)
     const Role role(p.leaving_sms, p.arriving_sms);
     Sender sender(p, stages, role.warp(), role.warps());
     LlCountingBlock counting_block(p, role.place, shared);
-    const bool routes = !role.leaves && role.round == 0 && role.place < p.counting_blocks;
+    const bool routes = role.arrives && role.round == 0 && role.place < p.counting_blocks;
+    if (routes) {
+        counting_block.begin();
+    }
     if (role.leaves && Leaving::EARLY) {
         sender.begin();
-    } else if (routes) {
-        counting_block.begin();
     }
     const auto [epoch, tokens, may] = beginning.run();
     bool ok = may && !beginning.refused();
+    if (may && routes) {
+        ok = counting_block.run(epoch, tokens) && ok;
+        __syncthreads();  // the placement blocks use the counting blocks' shared memory
+    }
     if (may && role.leaves) {
         sender.run(epoch, tokens);
-    } else if (may) {
-        if (routes) {
-            ok = counting_block.run(epoch, tokens) && ok;
-            __syncthreads();  // the placement blocks use the counting blocks' shared memory
-        }
+    }
+    if (may && role.arrives) {
         ok = place_ll(p, epoch, role, shared, stages) && ok;
     }
     trace(p.trace, AT_END);
-    const bool stores_counts = !role.leaves && role.place + 1 == p.arriving_sms;  // the last block out may reset them
+    const bool stores_counts = role.arrives && role.place + 1 == p.arriving_sms;  // the last block out may reset them
     const Ending ending = block_is_out(p.operation, !ok, stores_counts || AGAIN);
     if (!ending.last) {
         return;
