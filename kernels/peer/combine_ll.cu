@@ -1,7 +1,8 @@
 // Combine of few tokens: the same as combine.cu, in half of the trips over the link.
 //
 // One launch. Some SMs sum the rows of this rank's experts for peers' tokens and send the sums in lines (lines.cuh).
-// The others add the ranks' sums for tokens of this rank (roles_ll.cuh). There is no flag and no fence.
+// The others add the ranks' sums for tokens of this rank (roles_ll.cuh). On few SMs every block does the one, then the
+// other. There is no flag and no fence.
 //
 // Memory map of every rank's heap; d is the rank whose experts made the rows, [2] the parity of combine's epoch:
 //   rows [2][d][token]   lines, by the number of the owner's token
@@ -97,7 +98,7 @@ extern "C" __global__ void __launch_bounds__(raymoe::THREADS, raymoe::WARPS > 8 
             if (role.leaves) {
                 local_reduction.run(epoch);
             }
-            if (role.arrives) {
+            if (!role.leaves) {
                 final_reduction.sum_own();
             }
         }

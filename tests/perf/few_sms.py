@@ -59,7 +59,7 @@ WAYS: dict[str, dict[str, Any]] = {
     "lines 16": built(16, mixed=False),
     "lines 16, more send": built(16, mixed=False) | {"ll.SENDERS": 36, "ll.LOCAL_SMS": 66},
     "lines": built(),
-    "lines 20": built(20),
+    "lines 20": built(20, FEW_SUMMED=1) | {"ll.SUMMED": 1},
     "prefetched": built(FEW_PREFETCHED=4),
     "ahead": built(FEW_AHEAD=1),
     "both": built(FEW_PREFETCHED=4, FEW_AHEAD=1),

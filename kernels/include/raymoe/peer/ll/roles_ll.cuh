@@ -4,8 +4,8 @@
 // for peers should be on other SMs, and whole SMs are assigned. A launch that fills the GPU may have a second round of
 // blocks. Block i of that round is assumed to share the SM of block i of the first round. Only speed depends on that.
 //
-// On few SMs (a build with MIXED_ROLES) every block works on what leaves, and then on what arrives. What leaves waits for
-// nothing, so no block waits for one that has not begun.
+// On few SMs (a build with MIXED_ROLES) every block works on what leaves, and then on what arrives. It has twice the
+// warps. What leaves waits for nothing.
 #pragma once
 
 #include "raymoe/peer/dispatch/dispatch.cuh"

@@ -5,6 +5,7 @@
 #include "raymoe/peer/combine/combine.cuh"
 #include "raymoe/peer/ll/dealing.cuh"
 #include "raymoe/peer/ll/lines.cuh"
+#include "raymoe/peer/ll/roles_ll.cuh"
 #include "raymoe/base/vectors.cuh"
 
 namespace raymoe {
@@ -82,7 +83,7 @@ __device__ __forceinline__ void sum_experts(const CombineLlParams& p, u64 entry,
     }
 }
 
-// The first FEW_PREFETCHED units of a warp: `at`, `at` + `warps`, ... It asks the L2 cache for their rows at once, which
+// The first FEW_PREFETCHED units of a warp: `at`, `at` + `warps`, ... It asks the L2 cache for their rows at once. They
 // come while the warp works on them one after another. `source_of(unit)` returns the rank of a unit's token.
 template <class SourceOf>
 class FirstUnits {
@@ -95,7 +96,7 @@ class FirstUnits {
         const u32 lane = threadIdx.x % 32;
         sent_ = FEW_PREFETCHED != 0 && lane < p_.peers.ranks ? p_.summary->tokens[lane] : 0;
 #pragma unroll
-        for (u32 i = 0; i < FEW_PREFETCHED; ++i) {
+        for (u32 i = 0; i + 1 < FEW_PREFETCHED + 1; ++i) {
             const u32 u = at_ + i * warps_;
             const Unit unit = dealing_.unit(u);
             entries_[i] = p_.entry(source_of_(unit), unit.token, u < dealing_.all(tokens));
@@ -107,7 +108,7 @@ class FirstUnits {
     __device__ __forceinline__ void prefetch() const {
         constexpr u32 GROUP_BYTES = GROUP_WORDS * 8;
 #pragma unroll
-        for (u32 i = 0; i < FEW_PREFETCHED; ++i) {
+        for (u32 i = 0; i + 1 < FEW_PREFETCHED + 1; ++i) {
             const Unit unit = dealing_.unit(at_ + i * warps_);
             const u32 place = static_cast<u32>(entries_[i]), begin = dealing_.begin(unit.number) * GROUP_BYTES;
             const bool sent = unit.token < __shfl_sync(0xFFFFFFFF, sent_, source_of_(unit));
@@ -234,13 +235,18 @@ class FinalReduction {
     __device__ __forceinline__ bool run(u64 epoch) {
         bool ok = true;
         while (has_unit() && ok) {
+            if constexpr (MIXED_ROLES) {
+                sum_own();  // here, and so once in the kernel: most sums of peers have come
+            }
             ok = sum(epoch);
             at_ += warps_;
             if constexpr (!FEW_AHEAD) {
                 ask();
             }
             take();
-            sum_own();
+            if constexpr (!MIXED_ROLES) {
+                sum_own();
+            }
         }
         return ok;
     }
