@@ -188,6 +188,7 @@ def main() -> None:
     parser.add_argument("--hidden", type=int, default=7168)
     parser.add_argument("--experts", type=int, default=256)
     parser.add_argument("--topk", type=int, default=8)
+    parser.add_argument("--wire", default="bfloat16", help="the type in which rows of a dispatch cross")
     parser.add_argument("--rounds", type=int, default=9)
     asked = parser.parse_args()
     torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
@@ -195,11 +196,11 @@ def main() -> None:
     with raymoe.World.of(device="cuda") as world:
         for layout, tokens in product(asked.layouts, asked.tokens):
             shape = {"tokens": tokens, "hidden": asked.hidden, "experts": asked.experts, "topk": asked.topk}
-            spec = raymoe.ExchangeSpec(**shape, layout=layout)
+            spec = raymoe.ExchangeSpec(**shape, layout=layout, wire=asked.wire)
             for sms in asked.sms:
                 times = measured(world, spec, sms, asked.ways, asked.rounds)
                 if world.rank == 0:
-                    line = {"gpu": torch.cuda.get_device_name(), "ranks": world.size, **shape, "layout": layout}
+                    line = {"gpu": torch.cuda.get_device_name(), "ranks": world.size, **shape, "layout": layout, "wire": asked.wire}
                     text = "  ".join(f"{name} {median(us):.1f}" for name, us in times.items())
                     print(f"{layout:>6} {tokens:>4} tokens {sms:>3} SMs  {text}", flush=True)
                     if asked.out is not None:
