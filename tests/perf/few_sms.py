@@ -200,7 +200,8 @@ def main() -> None:
             for sms in asked.sms:
                 times = measured(world, spec, sms, asked.ways, asked.rounds)
                 if world.rank == 0:
-                    line = {"gpu": torch.cuda.get_device_name(), "ranks": world.size, **shape, "layout": layout, "wire": asked.wire}
+                    line = {"gpu": torch.cuda.get_device_name(), "ranks": world.size, **shape}
+                    line |= {"layout": layout, "wire": asked.wire}
                     text = "  ".join(f"{name} {median(us):.1f}" for name, us in times.items())
                     print(f"{layout:>6} {tokens:>4} tokens {sms:>3} SMs  {text}", flush=True)
                     if asked.out is not None:
