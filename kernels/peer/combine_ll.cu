@@ -71,15 +71,6 @@ extern "C" __global__ void __launch_bounds__(raymoe::THREADS, raymoe::WARPS > 8 
     if (role.arrives) {
         final_reduction.begin();
     }
-    FirstUnits first_reduced(p, p.reduced, role.warp(), role.warps(),
-                             [&](const Unit& unit) { return p.peers.in_turn(unit.step); });
-    FirstUnits first_summed(p, p.summed, role.warp(), role.warps(), [&](const Unit&) { return p.peers.rank; });
-    if (role.leaves) {
-        first_reduced.begin(p.slot_tokens);
-    }
-    if (role.arrives) {
-        first_summed.begin(p.tokens);
-    }
     const auto [epoch, may] = beginning.run();
     bool refused = false, ok = may;
     if (may) {
@@ -88,19 +79,10 @@ extern "C" __global__ void __launch_bounds__(raymoe::THREADS, raymoe::WARPS > 8 
         }
         if (static_cast<u32>(refusal.low) != CAUSE_NONE) {
             // This rank refuses the step, so no rank reads sums.
+        } else if (role.leaves) {
+            local_reduction.run(epoch);
         } else {
-            if (role.leaves) {
-                first_reduced.prefetch();
-            }
-            if (role.arrives) {
-                first_summed.prefetch();
-            }
-            if (role.leaves) {
-                local_reduction.run(epoch);
-            }
-            if (!role.leaves) {
-                final_reduction.sum_own();
-            }
+            final_reduction.sum_own();
         }
         trace(p.trace, AT_SAID_DONE);
         ok = await_statuses(p, epoch, statuses);

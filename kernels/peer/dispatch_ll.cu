@@ -193,6 +193,9 @@ class PlacementWarp {
         return lane >= p_.topk || place != NOWHERE || static_cast<u32>(row_.routing) == NOWHERE;
     }
 
+    // Waits until the places hold all units.
+    __device__ __forceinline__ void finish() const { units_.finish(); }
+
   private:
     static constexpr u32 NO_TOKENS = 1u << 31;   // the source's number of tokens has not come
     static constexpr u32 NO_ENTRIES = 1u << 30;  // a routing entry of the row has not come
@@ -243,7 +246,8 @@ __device__ inline bool place_ll(const DispatchLlParams& p, u64 epoch, const Role
     for (u32 u = first; where.fits();) {
         if (here) {
             if (!placement_warp.settled() && !placement_warp.await([] { return false; })) {
-                return false;
+                ok = false;
+                break;
             }
             ok = placement_warp.place(where) && ok;
         }
@@ -254,6 +258,7 @@ __device__ inline bool place_ll(const DispatchLlParams& p, u64 epoch, const Role
         placement_warp.begin(u);
         here = placement_warp.row().token < where.tokens(placement_warp.row().source);
     }
+    placement_warp.finish();
     trace(p.trace, AT_PLACED);
     return ok && where.fits();
 }

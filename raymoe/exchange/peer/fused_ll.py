@@ -45,7 +45,7 @@ def _dispatch(build: Build, sms: int) -> Stage:
     sent = grid.leave(units, groups, spec.tokens)
     placed = grid.arrive(units, 1 if fp8 else ll.PLACED, spec.tokens, ranks)
     params = build.dispatch_ll_params(grid, sent, placed)
-    shape = grid.shape(ll.ll_shared_bytes(spec.experts, fp8, grid.warps))
+    shape = grid.shape(ll.ll_shared_bytes(spec.experts, grid, fp8))
     return Stage(source, shape, params, _deal_sent(grid, units, groups, spec.topk))
 
 

@@ -205,6 +205,9 @@ MOST_MIXED_SMS_LL = 48
 SENT, PLACED, REDUCED, SUMMED = 6, 5, 4, 2
 """Groups of lines that a warp has in flight: as in kernels/include/raymoe/peer/ll/rows_ll.cuh and sums_ll.cuh."""
 
+GROUP_BYTES, PLACED_STAGES = GROUP * LINE_WORDS * 8, 2
+"""Bytes of a row in a group of lines, and the stages of a warp that places in a mixed block: as in rows_ll.cuh."""
+
 SENDERS_TOKENS, SENDERS_OF_MORE = 128, 34
 """1024 tokens of 7168 bfloat16 took 75 us with 24 senders, 73 with 28, 71 with 32, 69 with 36, 75 with 44 (2x H200,
 cold L2 cache, 2026-11-22)."""
@@ -224,10 +227,14 @@ def row_units(row_bytes: int, hidden: int, fp8: bool) -> int:
     return -(-hidden // (UNIT_BLOCKS * BLOCK)) if fp8 else -(-row_lines(row_bytes) // GROUP)
 
 
-def ll_shared_bytes(experts: int, fp8: bool = False, warps: int = WARPS) -> int:
-    """Return the shared memory of a placing block; if rows cross as 8-bit floats, each warp has a stage in it too.
+def ll_shared_bytes(experts: int, grid: LlGrid, fp8: bool = False) -> int:
+    """Return the shared memory of a placing block.
 
-    >>> ll_shared_bytes(256), ll_shared_bytes(256, fp8=True)
-    (2112, 18496)
+    Each warp has stages in it if rows cross as 8-bit floats, and in blocks that also send.
+
+    >>> few, mixed = LlGrid(1, 1, 1), LlGrid(8, 8, 1, 16, mixed=True)
+    >>> ll_shared_bytes(256, few), ll_shared_bytes(256, few, fp8=True), ll_shared_bytes(256, mixed)
+    (2112, 18496, 78912)
     """
-    return -(-(2 * experts + MAX_RANKS) * 4 // 16) * 16 + fp8 * warps * STAGE_BYTES
+    stages = STAGE_BYTES if fp8 else PLACED_STAGES * PLACED * GROUP_BYTES if grid.mixed else 0
+    return -(-(2 * experts + MAX_RANKS) * 4 // 16) * 16 + grid.warps * stages

@@ -16,13 +16,10 @@ namespace raymoe {
 #ifndef FEW_SUMMED
 #define FEW_SUMMED 2  // groups of a row of y that a warp works on at a time
 #endif
-#ifndef FEW_PREFETCHED
-#define FEW_PREFETCHED 0  // units of a warp whose rows it asks the L2 cache for at its beginning
+#ifndef FEW_EARLY
+#define FEW_EARLY MIXED_ROLES  // 1: a warp looks at the lines of a row of y while it sums its own rank's rows
 #endif
-#ifndef FEW_AHEAD
-#define FEW_AHEAD 0  // 1: the places of the next row of y are loaded before this row's sums have come
-#endif
-constexpr u32 RANKS_AT_A_TIME = 4;  // ranks whose lines of a row of y are in flight at a time
+constexpr u32 RANKS_AT_A_TIME = FEW_EARLY ? 2 : 4;  // ranks whose lines of a row of y are in flight at a time
 
 struct CombineLlParams : CombineCall {
     // Offsets in every rank's heap, for each parity. The parity is the epoch of combine mod 2. combine_ll.cu has the
@@ -82,51 +79,6 @@ __device__ __forceinline__ void sum_experts(const CombineLlParams& p, u64 entry,
         into[g] = Type::pack(sums[g]);
     }
 }
-
-// The first FEW_PREFETCHED units of a warp: `at`, `at` + `warps`, ... It asks the L2 cache for their rows at once. They
-// come while the warp works on them one after another. `source_of(unit)` returns the rank of a unit's token.
-template <class SourceOf>
-class FirstUnits {
-  public:
-    __device__ FirstUnits(const CombineLlParams& p, const Dealing& dealing, u32 at, u32 warps, SourceOf source_of)
-        : p_(p), dealing_(dealing), at_(at), warps_(warps), source_of_(source_of) {}
-
-    // Only issues loads, before the epoch is known.
-    __device__ __forceinline__ void begin(u32 tokens) {
-        const u32 lane = threadIdx.x % 32;
-        sent_ = FEW_PREFETCHED != 0 && lane < p_.peers.ranks ? p_.summary->tokens[lane] : 0;
-#pragma unroll
-        for (u32 i = 0; i + 1 < FEW_PREFETCHED + 1; ++i) {
-            const u32 u = at_ + i * warps_;
-            const Unit unit = dealing_.unit(u);
-            entries_[i] = p_.entry(source_of_(unit), unit.token, u < dealing_.all(tokens));
-        }
-    }
-
-    // Asks for the rows. All threads of the warp call this, if this rank does not refuse the step. The places of a
-    // token that its rank has not sent are unspecified.
-    __device__ __forceinline__ void prefetch() const {
-        constexpr u32 GROUP_BYTES = GROUP_WORDS * 8;
-#pragma unroll
-        for (u32 i = 0; i + 1 < FEW_PREFETCHED + 1; ++i) {
-            const Unit unit = dealing_.unit(at_ + i * warps_);
-            const u32 place = static_cast<u32>(entries_[i]), begin = dealing_.begin(unit.number) * GROUP_BYTES;
-            const bool sent = unit.token < __shfl_sync(0xFFFFFFFF, sent_, source_of_(unit));
-            const u8* row = p_.expert_rows + static_cast<u64>(place) * p_.row_bytes;
-            ptx::prefetch_if(sent && place != NOWHERE, row + begin,
-                             min(dealing_.count(unit.number) * GROUP_BYTES, p_.row_bytes - begin));
-        }
-    }
-
-  private:
-    const CombineLlParams& p_;
-    const Dealing& dealing_;
-    u32 at_;
-    u32 warps_;
-    SourceOf source_of_;
-    u32 sent_ = 0;                                             // the tokens that rank i sent here, in thread i
-    u64 entries_[FEW_PREFETCHED == 0 ? 1 : FEW_PREFETCHED] = {};  // entry k of each unit's token, in thread k
-};
 
 // A warp that sums this rank's experts' rows for tokens of peers.
 template <class Type>
@@ -212,8 +164,11 @@ class FinalReduction {
 
     // Only issues loads, before the epoch is known.
     __device__ __forceinline__ void begin() {
-        ask();
-        take();
+        if (has_unit()) {
+            unit_ = dealing_.unit(at_);
+            mask_ = p_.masks[unit_.token];
+            entry_ = p_.entry(p_.peers.rank, unit_.token);
+        }
     }
 
     // Computes this rank's own sum, which does not cross.
@@ -235,15 +190,12 @@ class FinalReduction {
     __device__ __forceinline__ bool run(u64 epoch) {
         bool ok = true;
         while (has_unit() && ok) {
-            if constexpr (MIXED_ROLES) {
-                sum_own();  // here, and so once in the kernel: most sums of peers have come
+            if constexpr (MIXED_ROLES && !FEW_EARLY) {
+                sum_own();
             }
             ok = sum(epoch);
             at_ += warps_;
-            if constexpr (!FEW_AHEAD) {
-                ask();
-            }
-            take();
+            begin();
             if constexpr (!MIXED_ROLES) {
                 sum_own();
             }
@@ -252,29 +204,6 @@ class FinalReduction {
     }
 
   private:
-    // Asks for the ranks and the places of unit `at_`, with FEW_AHEAD of the unit after the one that is taken.
-    __device__ __forceinline__ void ask() {
-        const u32 at = FEW_AHEAD && asked_ ? at_ + warps_ : at_;
-        if (at < dealing_.all(p_.tokens)) {
-            const Unit unit = dealing_.unit(at);
-            next_mask_ = p_.masks[unit.token];
-            next_entry_ = p_.entry(p_.peers.rank, unit.token);
-        }
-        asked_ = true;
-    }
-
-    // Begins unit `at_`, for which `ask` has asked.
-    __device__ __forceinline__ void take() {
-        mask_ = next_mask_;
-        entry_ = next_entry_;
-        if (has_unit()) {
-            unit_ = dealing_.unit(at_);
-        }
-        if constexpr (FEW_AHEAD) {
-            ask();
-        }
-    }
-
     __device__ __forceinline__ bool has_unit() const { return at_ < dealing_.all(p_.tokens); }
 
     __device__ __forceinline__ u32 first() const { return dealing_.begin(unit_.number); }
@@ -285,6 +214,7 @@ class FinalReduction {
     __device__ __forceinline__ bool sum(u64 epoch) {
         const Part part(first(), p_.row_bytes);
         float sums[FEW_SUMMED][Type::COUNT] = {};
+        bool first_ranks = true;
         for (u32 left = mask_; left != 0;) {
             u32 ranks[RANKS_AT_A_TIME], asked = 0, found = 0;
 #pragma unroll
@@ -296,11 +226,25 @@ class FinalReduction {
             }
             Gathering<RANKS_AT_A_TIME * FEW_SUMMED> lines;
             lines.begin(asked, epoch);
-            auto look = [&] {
+            auto ask = [&] {
                 lines.ask([&](bool wanted, u32 i, const ptx::Bytes16& otherwise) {
                     const u8* slot = line_slot(p_, p_.peers.rank, epoch & 1, ranks[i / FEW_SUMMED], unit_.token);
                     return part.look(wanted, slot, i % FEW_SUMMED, otherwise);
                 });
+            };
+            bool asks = true;
+            if constexpr (FEW_EARLY) {
+                if (first_ranks) {
+                    ask();
+                    sum_own();  // while the lines are on their way
+                    first_ranks = asks = false;
+                }
+            }
+            auto look = [&] {
+                if (asks) {
+                    ask();
+                }
+                asks = true;
                 return lines.settle(__reduce_or_sync(0xFFFFFFFF, lines.stale(epoch)));
             };
             auto missed = [&](u64& seen) { return missing_rank(epoch, seen); };
@@ -357,9 +301,6 @@ class FinalReduction {
     Unit unit_{};    // unit `at_`
     u32 mask_ = 0;   // ranks that the token went to
     u64 entry_ = 0;  // entry k of this rank's experts, in thread k
-    u32 next_mask_ = 0;
-    u64 next_entry_ = 0;
-    bool asked_ = false;
     ptx::Bytes16 own_[FEW_SUMMED];
 };
 
