@@ -59,6 +59,9 @@ WAYS: dict[str, dict[str, Any]] = {
     "lines": built(),
     "late": built(FEW_EARLY=0, FEW_BULK=0),
     "shorter": built(FEW_SUMMED=1) | {"ll.SUMMED": 1},
+    "lines 20": built(20, FEW_SUMMED=1) | {"ll.SUMMED": 1},
+    "lines 24": built(24, FEW_SUMMED=1, FEW_REDUCED=2, FEW_SENT=4, FEW_PLACED=4)
+    | {"ll.SUMMED": 1, "ll.REDUCED": 2, "ll.SENT": 4, "ll.PLACED": 4},
     "all": ALL,
     "mixed": ALL | {"dispatch_grid.is_mixed": lambda *_: True},
     "whole": ALL | {"combine.MOST_WHOLE_SMS": 10**6},
