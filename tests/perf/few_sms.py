@@ -4,7 +4,7 @@
     torchrun --nproc-per-node 2 -m tests.perf.few_sms --sms 24 --layouts rank --rounds 21
 
 The ways: `all` as on all SMs; `mixed`: every block of a dispatch sends and places; `whole`: a combine does not cut rows
-into pieces; `flags`, `lines` and the ways after it: few tokens by flags, or by lines in blocks of several kinds.
+into pieces; `flags`: no tokens go by the LL path; `lines`: all do.
 The code chooses by the number of SMs (dispatch_grid.py, combine.py and ll.py of raymoe/exchange/peer); here the choice
 is made by hand. All ways must give the same rows and the same y: the first difference ends the run with 1.
 Times are by the clock of the workload exchange: graphs, a cold L2 cache, the slowest rank, in microseconds.
@@ -18,7 +18,7 @@ import os
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import product
 from pathlib import Path
 from statistics import median
@@ -29,8 +29,6 @@ import torch
 import torch.distributed as dist
 
 import raymoe
-from raymoe.cuda.jit import KernelSource
-from raymoe.exchange.peer import ll
 from raymoe.workload.clock import OpClock, calls_of
 
 ALL: dict[str, Any] = {"dispatch_grid.is_mixed": lambda *_: False, "combine.MOST_WHOLE_SMS": 0}
@@ -38,30 +36,9 @@ FLAGS: dict[str, Any] = {"workspace.is_ll": lambda *_: False}
 LINES: dict[str, Any] = {"workspace.is_ll": lambda *_: True}
 
 
-def built(warps: int = 16, mixed: bool = True, **defines: int) -> dict[str, Any]:
-    """Return what makes LL kernels of blocks of so many warps, with these macros."""
-    build_of = ll.LlGrid.build_of
-
-    def defined(grid: ll.LlGrid, source: KernelSource) -> KernelSource:
-        source = build_of(grid, source)
-        return replace(source, defines=(*source.defines, *((name, str(value)) for name, value in defines.items())))
-
-    return LINES | {
-        "ll.WIDE": warps,
-        "ll.is_mixed_ll": lambda *_: mixed,
-        "ll.LlGrid.build_of": defined,
-    }
-
-
 WAYS: dict[str, dict[str, Any]] = {
     "flags": FLAGS,
-    "lines 8": built(8, mixed=False),
-    "lines": built(),
-    "late": built(FEW_EARLY=0, FEW_BULK=0),
-    "shorter": built(FEW_SUMMED=1) | {"ll.SUMMED": 1},
-    "lines 20": built(20, FEW_SUMMED=1) | {"ll.SUMMED": 1},
-    "lines 24": built(24, FEW_SUMMED=1, FEW_REDUCED=2, FEW_SENT=4, FEW_PLACED=4)
-    | {"ll.SUMMED": 1, "ll.REDUCED": 2, "ll.SENT": 4, "ll.PLACED": 4},
+    "lines": LINES,
     "all": ALL,
     "mixed": ALL | {"dispatch_grid.is_mixed": lambda *_: True},
     "whole": ALL | {"combine.MOST_WHOLE_SMS": 10**6},

@@ -99,10 +99,13 @@ class LlGrid:
     leaving: int
     arriving: int
     rounds: int
-    warps: int = WARPS
-    """Warps of a block."""
     mixed: bool = False
     """Whether every block does both kinds of work. Then `leaving` and `arriving` are the same SMs."""
+
+    @property
+    def warps(self) -> int:
+        """Return the warps of a block."""
+        return WIDE if self.mixed else WARPS
 
     @property
     def sms(self) -> int:
@@ -113,8 +116,8 @@ class LlGrid:
 
     def build_of(self, source: KernelSource) -> KernelSource:
         """Return the build of a kernel for blocks of this kind."""
-        wide = [("BLOCK_WARPS", str(self.warps))] if self.warps != WARPS else []
-        return replace(source, defines=(*source.defines, *wide, *([("MIXED_ROLES", "1")] if self.mixed else [])))
+        mixed = (("BLOCK_WARPS", str(WIDE)), ("MIXED_ROLES", "1")) if self.mixed else ()
+        return replace(source, defines=(*source.defines, *mixed))
 
     def leave(self, groups: int, most: int, tokens: int, peers: int = 1) -> Dealing:
         """Deal rows of so many groups out to the warps that work on what leaves."""
@@ -132,38 +135,30 @@ class LlGrid:
         on what leaves. Of fewer SMs each has one block with as many warps, which does both kinds of work.
 
         >>> LlGrid.of(leaving=30, arriving=120, most_leaving=44, sms=132, whole=True)
-        LlGrid(leaving=4, arriving=15, rounds=1, warps=8, mixed=False)
+        LlGrid(leaving=4, arriving=15, rounds=1, mixed=False)
         >>> LlGrid.of(leaving=3840, arriving=15360, most_leaving=44, sms=132, whole=True)
-        LlGrid(leaving=44, arriving=88, rounds=2, warps=8, mixed=False)
+        LlGrid(leaving=44, arriving=88, rounds=2, mixed=False)
         >>> LlGrid.of(leaving=3840, arriving=15360, most_leaving=8, sms=24, whole=False)
-        LlGrid(leaving=24, arriving=24, rounds=1, warps=16, mixed=True)
-        >>> LlGrid.of(leaving=30, arriving=60, most_leaving=2, sms=8, whole=False)
-        LlGrid(leaving=2, arriving=4, rounds=1, warps=16, mixed=False)
+        LlGrid(leaving=24, arriving=24, rounds=1, mixed=True)
         """
-        for warps in (WARPS,) if whole else (WARPS, WIDE):
-            first, second = max(1, -(-leaving // warps)), max(1, -(-arriving // warps))
-            if first + second <= sms:
-                return cls(first, second, 1, warps)
-        if is_mixed_ll(sms, whole):
-            return cls(sms, sms, 1, WIDE, mixed=True)
+        first, second = max(1, -(-leaving // WARPS)), max(1, -(-arriving // WARPS))
+        if first + second <= sms:
+            return cls(first, second, 1)
+        if not whole:
+            return cls(sms, sms, 1, mixed=True)
         first = max(1, min(first, most_leaving, sms - 1))
-        return cls(first, sms - first, ROUNDS, WARPS) if whole else cls(first, sms - first, 1, WIDE)
-
-
-def is_mixed_ll(sms: int, whole: bool) -> bool:
-    """Return whether every block works on what leaves and on what arrives, where the work fills so many SMs."""
-    return not whole and sms <= MOST_MIXED_SMS_LL
+        return cls(first, sms - first, ROUNDS)
 
 
 def dispatch_ll_grid(units: int, tokens: int, ranks: int, sms: int, whole: bool, fp8: bool = False) -> LlGrid:
     """Lay out a dispatch of rows of so many units; a unit is one warp's work.
 
     >>> dispatch_ll_grid(30, tokens=1, ranks=4, sms=132, whole=True)
-    LlGrid(leaving=4, arriving=16, rounds=1, warps=8, mixed=False)
+    LlGrid(leaving=4, arriving=16, rounds=1, mixed=False)
     >>> dispatch_ll_grid(30, tokens=128, ranks=4, sms=132, whole=True)
-    LlGrid(leaving=24, arriving=108, rounds=2, warps=8, mixed=False)
+    LlGrid(leaving=24, arriving=108, rounds=2, mixed=False)
     >>> dispatch_ll_grid(30, tokens=1024, ranks=4, sms=132, whole=True)
-    LlGrid(leaving=34, arriving=98, rounds=2, warps=8, mixed=False)
+    LlGrid(leaving=34, arriving=98, rounds=2, mixed=False)
     """
     arriving = max(tokens * ranks * units, WARPS * min(LEAST_PLACEMENT_BLOCKS, sms - 1))
     senders = SENDERS_OF_MORE if tokens > SENDERS_TOKENS else QUANTISERS if fp8 else SENDERS
@@ -174,9 +169,9 @@ def combine_ll_grid(units: int, tokens: int, ranks: int, sms: int, whole: bool) 
     """Lay out a combine likewise. The work on what arrives is one row of y for each token, for all ranks together.
 
     >>> combine_ll_grid(30, tokens=1, ranks=4, sms=132, whole=True)
-    LlGrid(leaving=12, arriving=4, rounds=1, warps=8, mixed=False)
+    LlGrid(leaving=12, arriving=4, rounds=1, mixed=False)
     >>> combine_ll_grid(30, tokens=128, ranks=4, sms=132, whole=True)
-    LlGrid(leaving=55, arriving=77, rounds=2, warps=8, mixed=False)
+    LlGrid(leaving=55, arriving=77, rounds=2, mixed=False)
     """
     return LlGrid.of(tokens * (ranks - 1) * units, tokens * units, sms * LOCAL_SMS // SMS, sms, whole)
 
@@ -199,8 +194,6 @@ SENDERS, QUANTISERS, LOCAL_SMS, SMS, ROUNDS = 24, 20, 55, 132, 2
 took 23.1 us with 16 senders, 22.6 with 20, 22.4 with 24, 22.7 with 28, 22.4 with 33, 24.0 with 48. A combine took 23.8
 with 44 SMs for the local reduction, 23.4 with 55, 60 and 66. As 8-bit floats a dispatch took 17.2 with 16 senders, 16.6
 with 20, 16.8 with 24, 16.5 with 28, 16.7 with 32 (4x H200, cold L2 cache, 2026-11-22)."""
-
-MOST_MIXED_SMS_LL = 48
 
 SENT, PLACED, REDUCED, SUMMED = 6, 5, 4, 2
 """Groups of lines that a warp has in flight: as in kernels/include/raymoe/peer/ll/rows_ll.cuh and sums_ll.cuh."""
@@ -232,7 +225,7 @@ def ll_shared_bytes(experts: int, grid: LlGrid, fp8: bool = False) -> int:
 
     Each warp has stages in it if rows cross as 8-bit floats, and in blocks that also send.
 
-    >>> few, mixed = LlGrid(1, 1, 1), LlGrid(8, 8, 1, 16, mixed=True)
+    >>> few, mixed = LlGrid(1, 1, 1), LlGrid(8, 8, 1, mixed=True)
     >>> ll_shared_bytes(256, few), ll_shared_bytes(256, few, fp8=True), ll_shared_bytes(256, mixed)
     (2112, 18496, 78912)
     """

@@ -64,12 +64,15 @@ SLOT_LINE, LINED_BYTES = 128, 1024
 """Slots of quantised rows of LINED_BYTES or more are multiples of SLOT_LINE, so that rows begin at 128-byte lines.
 4096 rows of 7392 bytes, pushed to adjacent slots, took 265 us; rows of 7424 bytes took 245 (4x H200, 2026-11-22)."""
 
-FEW_TOKENS, FEW_BYTES, FEW_BYTES_OF_SM = 4096, 16 << 20, 40 << 10
+FEW_TOKENS, FEW_BYTES, FEW_BYTES_OF_SM = 4096, 16 << 20, 128 << 10
 """The limits of the LL path, for a rank: tokens, bytes of their rows, and bytes for each SM where `sms` is a number.
 
 1024 tokens of 7168 bfloat16, us (2x H200, cold L2 cache, 2026-11-22): all SMs 71 each way by the LL path, 90 with
-flags; 64 SMs 188 (dispatch) and 160 (combine) by the LL path, 86 and 145 with flags. On four GPUs the 8 bytes of epoch
-in 128 cost more: 512 tokens 77 and 79 against 80 and 87 with flags, 1024 tokens 142 and 144 against 137 and 146."""
+flags. On four GPUs the 8 bytes of epoch in 128 cost more: 512 tokens 77 and 79 against 80 and 87 with flags, 1024
+tokens 142 and 144 against 137 and 146.
+
+On some SMs, by lines and by flags, dispatch + combine (2x H200, 2026-11-26): 256 tokens on 24 SMs 49 + 61 and 54 + 71,
+on 48 34 + 39 and 44 + 45; 512 tokens on 48 SMs 59 + 71 and 61 + 63."""
 
 
 def is_ll(spec: ExchangeSpec, sms: int | None = None) -> bool:

@@ -86,7 +86,7 @@ MIXED = (
     in_mixed_blocks(routed_again(in_groups(dispatch_source(chunked=True))), 2),
 )
 """Dispatches on few SMs, whose blocks send and place."""
-MIXED_LL = LlGrid(2, 2, 1, WIDE, mixed=True)
+MIXED_LL = LlGrid(2, 2, 1, mixed=True)
 """Few tokens on few SMs likewise."""
 SOURCES = (
     *BEFORE_HOPPER,
@@ -138,7 +138,6 @@ SOURCES = (
     routed_again(in_groups(dispatch_ll_source())),
     *(dispatch_ll_source(dtype, fp8=True) for dtype in DTYPES),
     *(MIXED_LL.build_of(dispatch_ll_source(fp8=fp8)) for fp8 in (False, True)),
-    *(LlGrid(2, 4, 1, WIDE).build_of(dispatch_ll_source(fp8=fp8)) for fp8 in (False, True)),
     *(MIXED_LL.build_of(combine_ll_source(dtype)) for dtype in DTYPES),
     dispatch_source(traces=True),
     dispatch_ll_source(traces=True),
