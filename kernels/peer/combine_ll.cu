@@ -67,8 +67,10 @@ extern "C" __global__ void __launch_bounds__(raymoe::THREADS, raymoe::WARPS > 8 
     FinalReduction<Type> final_reduction(p, role.warp(), role.warps());
     if (role.leaves) {
         local_reduction.begin();
-    }
-    if (role.arrives) {
+        if constexpr (MIXED_ROLES) {
+            final_reduction.begin();
+        }
+    } else {
         final_reduction.begin();
     }
     const auto [epoch, may] = beginning.run();
@@ -89,9 +91,9 @@ extern "C" __global__ void __launch_bounds__(raymoe::THREADS, raymoe::WARPS > 8 
         if (ok) {
             trace(p.trace, AT_COUNTS);
             refused = any_refused(p, statuses);
-            if (role.arrives && refused) {
+            if ((MIXED_ROLES || !role.leaves) && refused) {
                 fill_with_nan<Type>(p, role.warp(), role.warps());
-            } else if (role.arrives) {
+            } else if (MIXED_ROLES || !role.leaves) {
                 ok = final_reduction.run(epoch);
             }
         }

@@ -193,9 +193,6 @@ class PlacementWarp {
         return lane >= p_.topk || place != NOWHERE || static_cast<u32>(row_.routing) == NOWHERE;
     }
 
-    // Waits until the places hold all units.
-    __device__ __forceinline__ void finish() const { units_.finish(); }
-
   private:
     static constexpr u32 NO_TOKENS = 1u << 31;   // the source's number of tokens has not come
     static constexpr u32 NO_ENTRIES = 1u << 30;  // a routing entry of the row has not come
@@ -246,8 +243,7 @@ __device__ inline bool place_ll(const DispatchLlParams& p, u64 epoch, const Role
     for (u32 u = first; where.fits();) {
         if (here) {
             if (!placement_warp.settled() && !placement_warp.await([] { return false; })) {
-                ok = false;
-                break;
+                return false;
             }
             ok = placement_warp.place(where) && ok;
         }
@@ -258,7 +254,6 @@ __device__ inline bool place_ll(const DispatchLlParams& p, u64 epoch, const Role
         placement_warp.begin(u);
         here = placement_warp.row().token < where.tokens(placement_warp.row().source);
     }
-    placement_warp.finish();
     trace(p.trace, AT_PLACED);
     return ok && where.fits();
 }
@@ -274,16 +269,20 @@ extern "C" __global__ void __launch_bounds__(raymoe::THREADS, raymoe::WARPS > 8 
     const Role role(p.leaving_sms, p.arriving_sms);
     Sender sender(p, stages, role.warp(), role.warps());
     LlCountingBlock counting_block(p, role.place, shared);
-    const bool routes = role.arrives && role.round == 0 && role.place < p.counting_blocks;
+    const bool routes = (MIXED_ROLES || !role.leaves) && role.round == 0 && role.place < p.counting_blocks;
     if (role.leaves && Leaving::EARLY) {
         sender.begin();
-    }
-    if (routes) {
+        if constexpr (MIXED_ROLES) {
+            if (routes) {
+                counting_block.begin();
+            }
+        }
+    } else if (routes) {
         counting_block.begin();
     }
     const auto [epoch, tokens, may] = beginning.run();
     bool ok = may && !beginning.refused();
-    if (may && !role.arrives) {
+    if (!MIXED_ROLES && may && role.leaves) {
         sender.run(epoch, tokens);
     } else if (may) {
         if (routes) {
@@ -296,7 +295,8 @@ extern "C" __global__ void __launch_bounds__(raymoe::THREADS, raymoe::WARPS > 8 
         ok = place_ll(p, epoch, role, shared, stages) && ok;
     }
     trace(p.trace, AT_END);
-    const bool stores_counts = role.arrives && role.place + 1 == p.arriving_sms;  // the last block out may reset them
+    // The last block out may reset the counts.
+    const bool stores_counts = (MIXED_ROLES || !role.leaves) && role.place + 1 == p.arriving_sms;
     const Ending ending = block_is_out(p.operation, !ok, stores_counts || AGAIN);
     if (!ending.last) {
         return;

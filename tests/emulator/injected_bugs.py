@@ -61,10 +61,6 @@ def _few(file: str, old: str, new: str = "", **fields: Any) -> InjectedBug:
     return _injected("few", file, old, new, **fields)
 
 
-def _lines(old: str, new: str = "") -> InjectedBug:
-    return _injected("few ll", "rows_ll.cuh", old, new, ranks=2, hidden=1000)
-
-
 def _long(old: str) -> InjectedBug:
     return _injected("fused", "local_reduction.cuh", old, shape=long_pieces, tokens=12, hidden=3000)
 
@@ -243,12 +239,6 @@ INJECTED_BUGS = {
             Change("combine_ll.cu", "    trace(p.trace, AT_END);", "    local_reduction.run(epoch);"),
         ),
     ),
-    "a stage of lines is overwritten too early": _lines("ptx::bulk_wait_read<PLACED_STAGES - 1>();"),
-    "no fence before lines leave a stage": _lines("ptx::fence_proxy_async_shared();"),
-    "lines are not handed to the thread that stores them": _lines(
-        "__syncwarp();\n        const u32 bytes", "const u32 bytes"
-    ),
-    "a block ends before its bulk stores of lines": _lines("ptx::bulk_wait<0>();"),
     "lines of the epoch before": _injected("ll", "lines.cuh", "high == epoch ?", "high + 2 >= epoch ?"),
     "the count of pieces that the final reduction took is not reset": _injected(
         "fused", "combine.cu", "p.taken[0] = p.taken[1] =", "p.taken[0] ="

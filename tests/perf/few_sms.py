@@ -4,7 +4,8 @@
     torchrun --nproc-per-node 2 -m tests.perf.few_sms --sms 24 --layouts rank --rounds 21
 
 The ways: `all` as on all SMs; `mixed`: every block of a dispatch sends and places; `whole`: a combine does not cut rows
-into pieces; `flags`: no tokens go by the LL path; `lines`: all do.
+into pieces; `flags`: no tokens go by the LL path; `lines`: all do, by blocks that send and place; `divided`: by blocks
+that do one of the two.
 The code chooses by the number of SMs (dispatch_grid.py, combine.py and ll.py of raymoe/exchange/peer); here the choice
 is made by hand. All ways must give the same rows and the same y: the first difference ends the run with 1.
 Times are by the clock of the workload exchange: graphs, a cold L2 cache, the slowest rank, in microseconds.
@@ -34,11 +35,10 @@ from raymoe.workload.clock import OpClock, calls_of
 ALL: dict[str, Any] = {"dispatch_grid.is_mixed": lambda *_: False, "combine.MOST_WHOLE_SMS": 0}
 FLAGS: dict[str, Any] = {"workspace.is_ll": lambda *_: False}
 LINES: dict[str, Any] = {"workspace.is_ll": lambda *_: True}
-
-
 WAYS: dict[str, dict[str, Any]] = {
     "flags": FLAGS,
-    "lines": LINES,
+    "lines": LINES | {"ll.is_mixed_ll": lambda _: True},
+    "divided": LINES | {"ll.is_mixed_ll": lambda _: False},
     "all": ALL,
     "mixed": ALL | {"dispatch_grid.is_mixed": lambda *_: True},
     "whole": ALL | {"combine.MOST_WHOLE_SMS": 10**6},

@@ -131,8 +131,8 @@ class LlGrid:
     def of(cls, leaving: int, arriving: int, most_leaving: int, sms: int, whole: bool) -> LlGrid:
         """Lay out so many warps of work in each direction on at most `sms` SMs; `whole`: these are the whole GPU.
 
-        If they do not fit, all SMs work. Of the whole GPU each SM has two blocks, and at most `most_leaving` SMs work
-        on what leaves. Of fewer SMs each has one block with as many warps, which does both kinds of work.
+        If they do not fit, all SMs work. Few SMs have blocks of twice the warps, which do both kinds of work. Else at
+        most `most_leaving` SMs work on what leaves, and each SM of the whole GPU has two blocks.
 
         >>> LlGrid.of(leaving=30, arriving=120, most_leaving=44, sms=132, whole=True)
         LlGrid(leaving=4, arriving=15, rounds=1, mixed=False)
@@ -144,10 +144,19 @@ class LlGrid:
         first, second = max(1, -(-leaving // WARPS)), max(1, -(-arriving // WARPS))
         if first + second <= sms:
             return cls(first, second, 1)
-        if not whole:
+        if not whole and is_mixed_ll(sms):
             return cls(sms, sms, 1, mixed=True)
         first = max(1, min(first, most_leaving, sms - 1))
-        return cls(first, sms - first, ROUNDS)
+        return cls(first, sms - first, ROUNDS if whole else 1)
+
+
+def is_mixed_ll(sms: int) -> bool:
+    """Return whether blocks on so many SMs, which are not the whole GPU, do both kinds of work.
+
+    >>> is_mixed_ll(24), is_mixed_ll(64)
+    (True, False)
+    """
+    return sms <= MOST_MIXED_SMS_LL
 
 
 def dispatch_ll_grid(units: int, tokens: int, ranks: int, sms: int, whole: bool, fp8: bool = False) -> LlGrid:
@@ -195,11 +204,13 @@ took 23.1 us with 16 senders, 22.6 with 20, 22.4 with 24, 22.7 with 28, 22.4 wit
 with 44 SMs for the local reduction, 23.4 with 55, 60 and 66. As 8-bit floats a dispatch took 17.2 with 16 senders, 16.6
 with 20, 16.8 with 24, 16.5 with 28, 16.7 with 32 (4x H200, cold L2 cache, 2026-11-22)."""
 
+MOST_MIXED_SMS_LL = 48
+"""On up to so many SMs blocks do both kinds of work. Dispatch + combine of 256 tokens of 7168 bfloat16 took 49 + 61 us
+instead of 59 + 92 on 24, 34 + 39 instead of 37 + 56 on 48; 16 tokens on 132 9 + 5 instead of 8 + 4 (2x H200, cold L2
+cache, 2026-11-26)."""
+
 SENT, PLACED, REDUCED, SUMMED = 6, 5, 4, 2
 """Groups of lines that a warp has in flight: as in kernels/include/raymoe/peer/ll/rows_ll.cuh and sums_ll.cuh."""
-
-GROUP_BYTES, PLACED_STAGES = GROUP * LINE_WORDS * 8, 2
-"""Bytes of a row in a group of lines, and the stages of a warp that places in a mixed block: as in rows_ll.cuh."""
 
 SENDERS_TOKENS, SENDERS_OF_MORE = 128, 34
 """1024 tokens of 7168 bfloat16 took 75 us with 24 senders, 73 with 28, 71 with 32, 69 with 36, 75 with 44 (2x H200,
@@ -221,13 +232,10 @@ def row_units(row_bytes: int, hidden: int, fp8: bool) -> int:
 
 
 def ll_shared_bytes(experts: int, grid: LlGrid, fp8: bool = False) -> int:
-    """Return the shared memory of a placing block.
-
-    Each warp has stages in it if rows cross as 8-bit floats, and in blocks that also send.
+    """Return the shared memory of a placing block; if rows cross as 8-bit floats, each warp has a stage in it too.
 
     >>> few, mixed = LlGrid(1, 1, 1), LlGrid(8, 8, 1, mixed=True)
-    >>> ll_shared_bytes(256, few), ll_shared_bytes(256, few, fp8=True), ll_shared_bytes(256, mixed)
-    (2112, 18496, 78912)
+    >>> ll_shared_bytes(256, few), ll_shared_bytes(256, few, fp8=True), ll_shared_bytes(256, mixed, fp8=True)
+    (2112, 18496, 34880)
     """
-    stages = STAGE_BYTES if fp8 else PLACED_STAGES * PLACED * GROUP_BYTES if grid.mixed else 0
-    return -(-(2 * experts + MAX_RANKS) * 4 // 16) * 16 + grid.warps * stages
+    return -(-(2 * experts + MAX_RANKS) * 4 // 16) * 16 + fp8 * grid.warps * STAGE_BYTES

@@ -344,8 +344,7 @@ def no_kernel_of_peers_loads_by_the_read_only_path(compiled):
 
 @rule
 def a_flag_is_stored_after_the_bulk_stores_have_arrived(compiled):
-    # dispatch_ll has no flags: what it stores by a release is the report of a failed wait.
-    if "st.release.sys" in compiled.ptx and "bulk_group" in compiled.ptx and compiled.source.stem != "dispatch_ll":
+    if "st.release.sys" in compiled.ptx and "bulk_group" in compiled.ptx:
         arrived = re.search(r"cp\.async\.bulk\.wait_group\s+0;", compiled.ptx)
         assert arrived, "nothing waits for the stores themselves; wait_group.read is about the source"
         assert arrived.start() < compiled.ptx.rindex("st.release.sys")

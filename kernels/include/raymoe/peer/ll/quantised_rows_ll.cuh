@@ -87,8 +87,6 @@ class QuantisedArriving {
         __syncwarp();  // the next unit's words overwrite these
     }
 
-    __device__ __forceinline__ void finish() const {}
-
   private:
     // The number of elements of the row before the unit.
     static __device__ __forceinline__ u32 first_of(u32 unit) { return unit * UNIT_BLOCKS * BLOCK; }

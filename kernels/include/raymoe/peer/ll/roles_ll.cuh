@@ -17,8 +17,7 @@ namespace raymoe {
 #endif
 
 struct Role {
-    bool leaves;   // works on what leaves
-    bool arrives;  // works on what arrives
+    bool leaves;  // works on what leaves; else, or with MIXED_ROLES also, on what arrives
     u32 place;    // among the SMs of its kind
     u32 round;    // 0: the first block of its SM
     u32 number;   // among the blocks of its kind, the first round before the second
@@ -27,7 +26,7 @@ struct Role {
     // The first `leaving` SMs work on what leaves, the other `arriving` SMs on what arrives.
     __device__ __forceinline__ Role(u32 leaving, u32 arriving) {
         if constexpr (MIXED_ROLES) {
-            leaves = arrives = true;
+            leaves = true;
             place = number = blockIdx.x;
             round = 0;
             blocks = gridDim.x;
@@ -37,7 +36,6 @@ struct Role {
         round = blockIdx.x < all ? 0 : 1;
         const u32 at = blockIdx.x - round * all;
         leaves = at < leaving;
-        arrives = !leaves;
         const u32 mine = leaves ? leaving : arriving;
         place = leaves ? at : at - leaving;
         number = round * mine + place;

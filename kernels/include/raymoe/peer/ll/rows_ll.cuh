@@ -5,7 +5,6 @@
 #pragma once
 
 #include "raymoe/peer/ll/lines.cuh"
-#include "raymoe/peer/ll/roles_ll.cuh"
 #include "raymoe/peer/ll/words_ll.cuh"
 
 namespace raymoe {
@@ -16,13 +15,6 @@ namespace raymoe {
 #ifndef FEW_PLACED
 #define FEW_PLACED 5  // groups of lines that a placing warp waits for together
 #endif
-
-#ifndef FEW_BULK
-#define FEW_BULK MIXED_ROLES  // 1: a unit goes to its places by bulk stores out of shared memory
-#endif
-constexpr u32 PLACED_BYTES = FEW_PLACED * GROUP_WORDS * 8;  // of a unit, at most
-constexpr u32 PLACED_STAGES = 2;                           // of a warp, each for a unit
-constexpr u32 PLACED_STAGES_BYTES = PLACED_STAGES * PLACED_BYTES;
 
 // A unit of a row to place: its source, and the routing entries of its row.
 struct Arriving {
@@ -107,9 +99,8 @@ class PlainArriving {
   public:
     static constexpr bool BRIEF = true;  // placing a unit is so little code that the kernel may contain it twice
 
-    __device__ PlainArriving(const DispatchLlParams& p, u64 epoch, u8* stages)
-        : p_(p), epoch_(epoch), dealing_(p.placed),
-          stages_(ptx::shared_address(stages) + threadIdx.x / 32 * PLACED_STAGES_BYTES) {}
+    __device__ PlainArriving(const DispatchLlParams& p, u64 epoch, u8*)
+        : p_(p), epoch_(epoch), dealing_(p.placed) {}
 
     __device__ __forceinline__ void begin(const Arriving& row) {
         const u32 count = dealing_.count(row.unit);
@@ -148,10 +139,6 @@ class PlainArriving {
                 gathering_.value[i] = part.to_pieces(gathering_.value[i]);
             }
         }
-        if constexpr (FEW_BULK) {
-            place_by_bulk(part, count, place);
-            return;
-        }
         for_each_place(place, [&](u32 at) {
             u8* into = p_.out + static_cast<u64>(at) * p_.out_row_bytes;
 #pragma unroll
@@ -163,49 +150,12 @@ class PlainArriving {
         });
     }
 
-    // Waits until the places hold all units. All threads of the warp call this.
-    __device__ __forceinline__ void finish() const {
-        if (FEW_BULK && threadIdx.x % 32 == 0) {
-            ptx::bulk_wait<0>();
-        }
-    }
-
   private:
-    // Copies the unit to its places out of a stage, from which no bulk store of an earlier unit reads any more.
-    __device__ __forceinline__ void place_by_bulk(const Part& part, u32 count, u32 place) {
-        const u32 begin = begin_ * GROUP_WORDS * 8, stage = stages_ + placed_++ % PLACED_STAGES * PLACED_BYTES;
-        const bool leads = threadIdx.x % 32 == 0;
-        if (leads) {
-            ptx::bulk_wait_read<PLACED_STAGES - 1>();
-        }
-        __syncwarp();
-#pragma unroll
-        for (u32 i = 0; i < FEW_PLACED; ++i) {
-            if (i < count && part.has_piece(i)) {
-                const u32 at = part.piece() * 8 + i * GROUP_WORDS * 8 - begin;
-                ptx::shared_store_16(stage + at, gathering_.value[i]);
-            }
-        }
-        ptx::fence_proxy_async_shared();  // orders this thread's stores before the bulk stores out of the stage
-        __syncwarp();
-        const u32 bytes = min(count * GROUP_WORDS * 8, p_.row_bytes - begin);
-        for_each_place(place, [&](u32 at) {
-            if (leads) {
-                ptx::bulk_store(p_.out + static_cast<u64>(at) * p_.out_row_bytes + begin, stage, bytes);
-            }
-        });
-        if (leads) {
-            ptx::bulk_commit();
-        }
-    }
-
     const DispatchLlParams& p_;
     u64 epoch_;
     const Dealing& dealing_;
     u32 begin_ = 0;
     const u8* lines_ = nullptr;
-    u32 stages_;      // shared memory of this warp
-    u32 placed_ = 0;  // units that went out of the stages
     Gathering<FEW_PLACED> gathering_;
 };
 

@@ -16,10 +16,7 @@ namespace raymoe {
 #ifndef FEW_SUMMED
 #define FEW_SUMMED 2  // groups of a row of y that a warp works on at a time
 #endif
-#ifndef FEW_EARLY
-#define FEW_EARLY MIXED_ROLES  // 1: a warp looks at the lines of a row of y while it sums its own rank's rows
-#endif
-constexpr u32 RANKS_AT_A_TIME = FEW_EARLY ? 2 : 4;  // ranks whose lines of a row of y are in flight at a time
+constexpr u32 RANKS_AT_A_TIME = 4;  // ranks whose lines of a row of y are in flight at a time
 
 struct CombineLlParams : CombineCall {
     // Offsets in every rank's heap, for each parity. The parity is the epoch of combine mod 2. combine_ll.cu has the
@@ -190,8 +187,8 @@ class FinalReduction {
     __device__ __forceinline__ bool run(u64 epoch) {
         bool ok = true;
         while (has_unit() && ok) {
-            if constexpr (MIXED_ROLES && !FEW_EARLY) {
-                sum_own();
+            if constexpr (MIXED_ROLES) {
+                sum_own();  // in this place alone, so the kernel has the code once
             }
             ok = sum(epoch);
             at_ += warps_;
@@ -214,7 +211,6 @@ class FinalReduction {
     __device__ __forceinline__ bool sum(u64 epoch) {
         const Part part(first(), p_.row_bytes);
         float sums[FEW_SUMMED][Type::COUNT] = {};
-        bool first_ranks = true;
         for (u32 left = mask_; left != 0;) {
             u32 ranks[RANKS_AT_A_TIME], asked = 0, found = 0;
 #pragma unroll
@@ -226,25 +222,11 @@ class FinalReduction {
             }
             Gathering<RANKS_AT_A_TIME * FEW_SUMMED> lines;
             lines.begin(asked, epoch);
-            auto ask = [&] {
+            auto look = [&] {
                 lines.ask([&](bool wanted, u32 i, const ptx::Bytes16& otherwise) {
                     const u8* slot = line_slot(p_, p_.peers.rank, epoch & 1, ranks[i / FEW_SUMMED], unit_.token);
                     return part.look(wanted, slot, i % FEW_SUMMED, otherwise);
                 });
-            };
-            bool asks = true;
-            if constexpr (FEW_EARLY) {
-                if (first_ranks) {
-                    ask();
-                    sum_own();  // while the lines are on their way
-                    first_ranks = asks = false;
-                }
-            }
-            auto look = [&] {
-                if (asks) {
-                    ask();
-                }
-                asks = true;
                 return lines.settle(__reduce_or_sync(0xFFFFFFFF, lines.stale(epoch)));
             };
             auto missed = [&](u64& seen) { return missing_rank(epoch, seen); };
