@@ -25,6 +25,8 @@ class InjectedBug:
     tokens: int = 40
     hidden: int | None = None
     group: int = 1
+    seed: int = 0
+    """The interleaving to try first: where many are right with the bug, one that is not."""
 
     def run(self) -> Run:
         spec: dict[str, Any] = {"tokens": self.tokens}
@@ -94,6 +96,7 @@ INJECTED_BUGS = {
         ),
         form="known",
         ranks=2,
+        seed=16,
         routings=("one",) * 4,
     ),
     "known rows are placed without a wait": _injected(
@@ -147,6 +150,7 @@ INJECTED_BUGS = {
         form="pairs",
         routings=("uniform",) * 8,
         ranks=2,
+        seed=3,
     ),
     "epochs of the other operation": _injected(
         "fused", "combine.cuh", "before_.load(first, p.operation,", "before_.load(first, p.operation - 8,", form="pairs"
@@ -158,6 +162,7 @@ INJECTED_BUGS = {
         "    if (n != 0) announce_done(p, epoch, sender);",
         routings=("none", "uniform"),
         ranks=2,
+        seed=12,
     ),
     "sums announced when they are read": _injected(
         "fused", "local_reduction.cuh", "ptx::bulk_wait<1>();", "ptx::bulk_wait_read<1>();"
@@ -219,7 +224,7 @@ INJECTED_BUGS = {
         shape=small,
     ),
     "slots are packed before the peers have read them": _injected(
-        "copied", "pack.cu", "!may || !await_heads(p, epoch)", "!may", form="pairs", shape=small
+        "copied", "pack.cu", "!may || !await_heads(p, epoch)", "!may", form="pairs", shape=small, seed=8
     ),
     "a mixed block places before it sends": InjectedBug(
         "few ll",

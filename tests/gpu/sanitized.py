@@ -125,8 +125,15 @@ def alone(*, arrives: bool = False) -> list[Step]:
         for hidden in ON_ALL_SMS
     ]
     layer = Step("layer: router and few rows", _on_one_rank(on_rank.layer_kernels))
-    products = Step("layer: products", _on_one_rank(on_rank.products))
-    return [*found, layer, products, Step("layer: products of 8 bits", _on_one_rank(on_rank.quantised_products))]
+    products = [
+        Step(f"layer: {name}", _on_one_rank(function, arrives=arrives and eight_bits))
+        for name, function, eight_bits in (
+            ("products", on_rank.products, False),
+            ("products of 8 bits", on_rank.quantised_products, True),
+            ("gradients of products", on_rank.product_gradients, False),
+        )
+    ]
+    return [*found, layer, *products]
 
 
 def _on_one_rank(

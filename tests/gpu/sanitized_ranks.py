@@ -122,9 +122,30 @@ EACH_THREAD_ARRIVES = tuple(
         ),
         ("ptx::bulk_wait_read<1>();", "ptx::bulk_wait_read<1>(); __syncwarp();"),
     )
+) + tuple(
+    Change(f"product/{name}", old, new)
+    for name, old, new in (
+        ("multiplying.cuh", "1 + Others::ARRIVALS);", "1 + 32 * Others::ARRIVALS);"),
+        (
+            "multiplying.cuh",
+            "memory.empty(stage), MULTIPLYING_WARPS);",
+            "memory.empty(stage), 32 * MULTIPLYING_WARPS);",
+        ),
+        (
+            "multiplying.cuh",
+            "if (threadIdx.x % 32 == 0) {\n        ptx::barrier_arrive(memory.empty(turn % STAGES));\n    }",
+            "ptx::barrier_arrive(memory.empty(turn % STAGES));",
+        ),
+        (
+            "scaled.cuh",
+            "if (lane == 0) {\n            ptx::barrier_arrive(memory.full(stage));\n        }",
+            "ptx::barrier_arrive(memory.full(stage));",
+        ),
+    )
 )
-"""Let all threads of a group arrive at `empty`. In the kernels one thread arrives for its warp, and the first thread of
-a group for the first warp.
+"""Let all threads of a group arrive at `empty`, and those of a product that scale at `full`. In the kernels one thread
+arrives for its warp, and the first thread of a group for the first warp. Not for outer_product.cu, whose warps arrive
+at the same `empty` by code of its own.
 
 For racecheck an arrival orders only the thread that arrives. It does not follow an order that comes to this thread by
 __syncwarp or by the barrier of the group. So of each warp it reports 31 of 32 threads, all but the one that arrives
@@ -186,14 +207,12 @@ def streams_on_all_sms(_world: World, hidden: int) -> None:
 
 
 def layer_kernels(_world: World) -> None:
-    """Run the router's kernels, the products of experts and their gradients, and the kernels over rows of experts."""
+    """Run the router's kernels, a product of few rows, and the kernels over rows of experts."""
     import torch
 
-    from raymoe.moe import grouped_linear, product_launch
+    from raymoe.moe import grouped_linear
     from raymoe.moe.expert_kernels import ActivationForm
     from tests.gpu import test_expert_rows_gpu as expert_rows
-    from tests.gpu import test_kept_rows_gpu as kept_rows
-    from tests.gpu import test_product_gradients_gpu as gradients
     from tests.gpu import test_router_gpu as router
 
     for name in ("deepseek_v3", "gpt_oss"):
@@ -206,17 +225,10 @@ def layer_kernels(_world: World) -> None:
     for begin, count, its in zip(offsets.tolist(), counts.tolist(), weight, strict=False):
         wanted = x[begin : begin + count].double() @ its.double().T
         torch.testing.assert_close(y[begin : begin + count].double(), wanted, rtol=2**-7, atol=2**-5)
-    if torch.cuda.get_device_capability() == product_launch.CAPABILITY:
-        for tiles in gradients.CLASSES:
-            gradients.test_gradients_of_rows(tiles, 72, 272, torch.bfloat16)
-            gradients.test_transposed_weights_give_the_same_bits(tiles)
-        gradients.test_gradients_of_weights(200, 328, torch.bfloat16)
-        gradients.test_sums_of_small_integers_are_exact((63, 64, 65, 127, 128, 129))
     for form in (ActivationForm(interleaved=True, alpha=1.702, limit=1.5, up_plus=1.0), ActivationForm()):
         expert_rows.test_gated_activations_and_their_gradients_equal_the_formula(64, form, biased=True, weighted=True)
     expert_rows.test_gradients_of_biases_are_near_float64_and_equal_in_five_runs("eager")
     expert_rows.test_weighted_gradients_are_in_place_and_stop_at_the_last_offset(torch.bfloat16, "eager")
-    kept_rows.test_the_kernel_brings_each_row_back_to_its_places(1032, 37, "eager")
 
 
 def products(_world: World) -> None:
@@ -241,6 +253,24 @@ def quantised_products(_world: World) -> None:
         on_gpu.test_each_class_multiplies_the_rows_of_each_expert(tiles, 144, 272)
         for form in on_gpu.FORMS:
             on_gpu.test_gated_products_by_all_switches(tiles, form, biased=True, weighted=True)
+
+
+def product_gradients(_world: World) -> None:
+    """Run the gradients of products, of rows and of weights, and the copies of rows that are kept for them."""
+    import torch
+
+    from tests.gpu import test_kept_rows_gpu as kept_rows
+    from tests.gpu import test_product_gradients_gpu as on_gpu
+
+    for tiles in on_gpu.CLASSES:
+        on_gpu.test_gradients_of_rows(tiles, 72, 272, torch.bfloat16)
+        on_gpu.test_transposed_weights_give_the_same_bits(tiles)
+    for dtype in (torch.bfloat16, torch.float16):
+        on_gpu.test_gradients_of_weights(200, 328, dtype)
+        on_gpu.test_gradients_of_weights_are_added_in_float32(200, 328, dtype)
+    on_gpu.test_sums_of_small_integers_are_exact((63, 64, 65, 127, 128, 129))
+    for columns, topk in ((24, 3), (1032, 37)):
+        kept_rows.test_the_kernel_brings_each_row_back_to_its_places(columns, topk, "eager")
 
 
 @contextmanager

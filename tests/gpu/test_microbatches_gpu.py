@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import json
+import time
+from dataclasses import asdict, dataclass
 
 import pytest
 
@@ -13,7 +15,9 @@ from raymoe.memory.world import World  # noqa: E402
 from raymoe.moe import in_microbatches  # noqa: E402
 from raymoe.moe.layer import LayerForm, MoELayer  # noqa: E402
 from raymoe.moe.router_formulas import RouterForm  # noqa: E402
+from raymoe.report.environment import commit  # noqa: E402
 from tests.gpu.ranks import GPUS, NEEDS_GPU, RANKS  # noqa: E402
+from tests.gpu.replay_ranks import COMPARED_EVERY, Replays, replay_many  # noqa: E402
 from tests.gpu.test_exchange_workload import run  # noqa: E402
 from tests.gpu.test_layer_workload_gpu import job  # noqa: E402
 
@@ -41,12 +45,12 @@ class Layers:
 
 def errors(world: World, layers: Layers) -> list[float]:
     """Return the largest differences from the whole layer: of eager calls, and of replays with other rows."""
-    whole, parted = layers.make(world, TOKENS, "auto"), layers.make(world, -(-TOKENS // layers.count), layers.sms)
-    found = []
+    stream, found = torch.cuda.Stream(world.device), []
     with torch.no_grad():
-        x = torch.zeros(TOKENS - 7 * world.rank, HIDDEN, dtype=torch.bfloat16, device=world.device)
-        stream = torch.cuda.Stream(world.device)
-        with torch.cuda.stream(stream):
+        with torch.cuda.stream(stream):  # which draws the weights too, before it uses them
+            whole = layers.make(world, TOKENS, "auto")
+            parted = layers.make(world, -(-TOKENS // layers.count), layers.sms)
+            x = torch.zeros(TOKENS - 7 * world.rank, HIDDEN, dtype=torch.bfloat16, device=world.device)
             for seed in range(3):
                 torch.manual_seed(10 * seed + world.rank)
                 x.normal_()
@@ -57,13 +61,14 @@ def errors(world: World, layers: Layers) -> list[float]:
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph, stream=stream):
             y = in_microbatches(parted, x, layers.count)
-        for seed in range(3, 6):
-            torch.manual_seed(10 * seed + world.rank)
-            x.normal_()
-            y.fill_(torch.nan)
-            graph.replay()
-            torch.cuda.synchronize()
-            found.append(float((y - whole(x)).abs().max()))
+        with torch.cuda.stream(stream):
+            for seed in range(3, 6):
+                torch.manual_seed(10 * seed + world.rank)
+                x.normal_()
+                y.fill_(torch.nan)
+                graph.replay()
+                torch.cuda.synchronize()
+                found.append(float((y - whole(x)).abs().max()))
         for layer in (whole, parted):
             layer.exchange.check()
         del graph
@@ -85,3 +90,27 @@ def test_a_job_in_microbatches_is_verified(ranks):
     lines = ranks.run(2, run, given)[0]
     assert [(line["op"], line["l2"]) for line in lines] == [("step", "cold"), ("step", "warm")]
     assert all(line["verified"] and line["graph"] for line in lines)
+
+
+@pytest.mark.thorough
+@pytest.mark.skipif(GPUS < 2, reason=f"ranks that share a GPU wait 5 ms for each other; {GPUS} here")
+@pytest.mark.parametrize(
+    "asked",
+    [
+        Replays(10_000, tokens=128),
+        Replays(10_000, tokens=256, few=False),
+        Replays(10_000, tokens=256, few=False, experts_dtype=FP8),
+    ],
+    ids=["few", "many", "8 bits"],
+)
+def test_10000_replays_beside_other_kernels_give_the_bits_of_the_first(ranks, asked):
+    if asked.experts_dtype == FP8 and torch.cuda.get_device_capability() != (9, 0):
+        pytest.skip("8-bit products need wgmma")
+    found = ranks.run(2, replay_many, asked)
+    facts = {"gpu": torch.cuda.get_device_name(), "torch": torch.__version__, "date": time.strftime("%Y-%m-%d")}
+    print(json.dumps({"op": "replays", **asdict(asked), "ranks": found, "commit": commit(), **facts}), flush=True)
+    for of_rank in found:
+        assert of_rank["replays"] == dict.fromkeys(asked.steps, asked.of_each), of_rank
+        assert set(of_rank["wrong"].values()) == {0} and of_rank["distance"] < 0.05, of_rank
+        assert of_rank["compared_by_host"] == len(asked.steps) * asked.of_each // COMPARED_EVERY, of_rank
+        assert of_rank["wrong_by_host"] == 0 and of_rank["delays_before"] and of_rank["kernels_beside"], of_rank

@@ -52,10 +52,10 @@ PROBE = KernelSource("sm_probe", (ProbeParams,))
 
 
 @contextmanager
-def probe_compiler() -> Iterator[Compiler]:
-    """Yield a compiler of this folder's source, with the headers of kernels/."""
+def probe_compiler(name: str = "sm_probe") -> Iterator[Compiler]:
+    """Yield a compiler of a source in this folder, with the headers of kernels/."""
     with tempfile.TemporaryDirectory() as folder:
-        (Path(folder) / "sm_probe.cu").symlink_to(HERE / "sm_probe.cu")
+        (Path(folder) / f"{name}.cu").symlink_to(HERE / f"{name}.cu")
         (Path(folder) / "include").symlink_to(HERE.parent.parent / "kernels" / "include")
         yield Compiler(Path(folder))
 

@@ -45,20 +45,20 @@ void Known::forget() {
 }
 
 void Known::let_go(Store* store) {
-    auto& holders = store->holders;
-    const auto place = std::lower_bound(holders.begin(), holders.end(), this);
-    if (place != holders.end() && *place == this) {
-        holders.erase(place);
+    if (holds(store)) {
+        store->holders[number / 64] &= ~(1ull << number % 64);
     }
 }
 
 void Known::hold(Store* store) {
-    auto& holders = store->holders;
-    const auto place = std::lower_bound(holders.begin(), holders.end(), this);
-    if (place == holders.end() || *place != this) {
-        holders.insert(place, this);
-        stores.push_back(store);
+    if (holds(store)) {
+        return;
     }
+    if (store->holders.size() <= number / 64) {
+        store->holders.resize(number / 64 + 1);
+    }
+    store->holders[number / 64] |= 1ull << number % 64;
+    stores.push_back(store);
 }
 
 namespace {
@@ -246,18 +246,16 @@ bool knows(const Thread* thread, const Store* store, u64 time) {
         return store->rank == thread->block->launch->rank->number &&
                (store->gpu_time <= time || store->block == thread->block->number);
     }
-    for (const Known* holder : store->holders) {
-        if (holder == &thread->known || holder == &thread->warp->known || holder == &thread->block->barriers[0].known) {
-            return true;
-        }
-        for (u32 number = 1; number < NAMED_BARRIERS; ++number) {
-            const BlockBarrier& barrier = thread->block->barriers[number];
-            if (holder == &barrier.known && takes_part(barrier, thread->warp)) {
-                return true;
-            }
-        }
+    const Block& block = *thread->block;
+    if (store->block != block.number || store->holders.empty()) {
+        return false;
     }
-    return false;
+    if (thread->known.holds(store) || thread->warp->known.holds(store) || block.barriers[0].known.holds(store)) {
+        return true;
+    }
+    return std::any_of(block.barriers + 1, block.barriers + NAMED_BARRIERS, [&](const BlockBarrier& barrier) {
+        return barrier.known.holds(store) && takes_part(barrier, thread->warp);
+    });
 }
 
 void publish_known(Thread* thread, bool everywhere) {

@@ -62,16 +62,21 @@ void Machine::begin_launch(Rank& rank) {
         block.alive = launch.threads;
         block.stalled_until = chance(2) ? ticks + delay() : 0;
         lay_out(block, launch.dynamic_bytes);
+        for (BlockBarrier& barrier : block.barriers) {
+            barrier.known.number = block.lists++;
+        }
         for (u32 i = 0; i < launch.threads; ++i) {
             if (i % 32 == 0) {
                 block.warps.push_back(std::make_unique<Warp>());
                 block.warps.back()->block = &block;
+                block.warps.back()->known.number = block.lists++;
             }
             block.threads.push_back(std::make_unique<Thread>());
             Thread& thread = *block.threads.back();
             thread.block = &block;
             thread.warp = block.warps.back().get();
             thread.index = i;
+            thread.known.number = block.lists++;
             thread.seen_time = thread.proxy_time = ticks;
             thread.warp->threads.push_back(&thread);
             thread.fiber.prepare(thread_main);

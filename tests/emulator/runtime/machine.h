@@ -31,15 +31,19 @@ struct Thread;
 
 // The stores that a thread, a warp or a block knows of, which its release or fence would publish.
 struct Known {
+    u32 number = 0;  // among the lists of its block
     std::vector<Store*> stores;
 
+    bool holds(const Store* store) const {
+        return number / 64 < store->holders.size() && (store->holders[number / 64] >> number % 64 & 1) != 0;
+    }
+    void hold(Store* store);
     void take(Known& from);  // empties `from`
     void learn(const Known& from);  // `from` keeps its stores
     void forget_done();
     void forget();
 
   private:
-    void hold(Store* store);
     void let_go(Store* store);
 };
 
@@ -112,6 +116,7 @@ struct Thread {
     u64 proxy_time = 0;  // bulk loads return nothing older
     Clocks clocks;
     u32 count = 1, fenced_count = 0;  // of its accesses to shared memory
+    mutable u64 landed[16] = {};  // phases of barriers that it knows to be over: a cache of shared.cpp
     u64 result = 0;
     u64 wide[2] = {};  // value of its part of a line
     std::vector<std::shared_ptr<BulkStore>> open;
@@ -129,7 +134,7 @@ struct Block {
     u32 shared_bytes = 0;
     void* mapping = nullptr;
     u64 mapped_bytes = 0;
-    u32 static_used = 0;
+    u32 static_used = 0, lists = 0;  // of stores that its threads know of
     std::map<u32, ByteBarrier> byte_barriers;
     std::vector<Warpgroup> warpgroups;
     u32 free_registers = 0, exchanges = 0;  // registers that warps have given away; how often they gave or took some

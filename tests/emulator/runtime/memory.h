@@ -21,7 +21,6 @@ constexpr u32 NOBODY = ~0u, HOST = ~0u - 1;  // block numbers that no block has
 
 enum class Level : u8 { THREAD, GPU, DONE };
 
-struct Known;
 struct Line;
 
 // An ordinary store that not all threads see yet.
@@ -33,7 +32,7 @@ struct Store {
     u64 gpu_time = 0;  // when it was published to its GPU
     int rank;      // of the thread that stored
     u32 block;     // its number in the run
-    std::vector<Known*> holders;  // the lists that hold it while its level is THREAD, by address
+    std::vector<u64> holders;  // while its level is THREAD: a bit for each list of its block that holds it
     Line* line;
     Store* twin = nullptr;  // the next of the stores that arrive together, in a ring
 };

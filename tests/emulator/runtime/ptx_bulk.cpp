@@ -149,6 +149,8 @@ void barrier_init(u32 barrier, u32 arrivals) {
     emulator::ByteBarrier made;
     made.arrivals = made.missing = arrivals;
     made.initialised = {self()->index, self()->count};
+    made.arriving.number = self()->block->lists++;
+    made.over.number = self()->block->lists++;
     auto& kept = self()->block->byte_barriers[barrier];
     // A new life begins in an even phase. Loads that completed in the last one are behind it.
     made.phase = kept.arrivals == 0 ? 0 : (kept.phase + 2) & ~1ull;

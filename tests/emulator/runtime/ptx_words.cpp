@@ -42,8 +42,7 @@ Store* add_store(Thread* thread, Region& region, void* at, const void* bytes, u3
     store->block = thread->block->number;
     store->line = &region.touched(reinterpret_cast<u64>(at));
     store->line->pending.push_back(store);
-    store->holders = {&thread->known};
-    thread->known.stores.push_back(store);
+    thread->known.hold(store);
     if (thread->known.stores.size() % 512 == 0) {
         thread->known.forget_done();
     }

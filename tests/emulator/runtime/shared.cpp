@@ -120,16 +120,21 @@ bool known_fenced(const Thread* me, u32 thread, u32 count) {
 
 // Whether the thread knows that a bulk load's bytes have come: it, or a thread before it, found the phase over.
 bool knows_landed(const Thread* me, const Shadow& word) {
+    const u64 load = (word.writer + 1ull) << 32 | word.count;
+    u64& remembered = me->landed[word.writer % 16];
+    if (remembered == load) {
+        return true;
+    }
     const ByteBarrier& barrier = me->block->byte_barriers.at(word.writer * 8);
     const u32 phase = static_cast<u32>(barrier.phase);
-    if (phase == word.count) {
-        return false;
+    const bool landed = phase != word.count &&
+                        (phase != word.count + 1 ||  // long ago: the barrier has been used again since then
+                         std::any_of(barrier.found_over.begin(), barrier.found_over.end(),
+                                     [me](const Stamp& each) { return known(me, each.thread, each.count); }));
+    if (landed) {
+        remembered = load;  // a thread does not forget what it knows
     }
-    if (phase != word.count + 1) {
-        return true;  // long ago: the barrier has been used again since then
-    }
-    return std::any_of(barrier.found_over.begin(), barrier.found_over.end(),
-                       [me](const Stamp& each) { return known(me, each.thread, each.count); });
+    return landed;
 }
 
 Shadow* shadow_at(u32 at) {

@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy
 
+from tests.unit.docs.hidden_exchange import MEASURED, RANKS, exchange_us, hidden_us
 from tests.unit.docs.measured_tables import DOCS
 from tests.unit.docs.raw_lines import BENCHMARKS, Column, date_of, lines_of
 
@@ -299,6 +300,18 @@ def beside_products() -> Cells:
     return rows
 
 
+def hidden_on_more_gpus() -> Cells:
+    """The exchange, and what it could hide beside the product, by a model; on two GPUs as measured."""
+    rows = []
+    for line in json_lines(BESIDE_PRODUCTS):
+        if "gain_us" not in line:
+            continue
+        name = f"{ONES[line['shape']]}, {FORMATS[line['dtype']]}, {line['op'].replace('+', ' + ')}"
+        pairs = [f"{exchange_us(line, ranks):.0f}, {hidden_us(line, ranks):.0f}" for ranks in (MEASURED, *RANKS)]
+        rows.append([name, f"{line['product_us']:.0f}", *pairs])
+    return rows
+
+
 def combine_beside_down() -> Cells:
     """DeepSeek-V3's combine beside its down product, by the SMs of the combine."""
     rows = []
@@ -315,6 +328,7 @@ def combine_beside_down() -> Cells:
 DERIVED = [
     Derived("layer.md", "weights of a rank, MiB", bytes_of_8_bit_layers),
     Derived("evidence/scaling.md", "two H200, µs", lines_over_tokens),
+    Derived("evidence/scaling.md", "on paper, µs", hidden_on_more_gpus),
     Derived("evidence/overlap.md", "`sms`", one_after_the_other),
     Derived("evidence/links.md", "ms", tensors_between_actors),
     Derived("evidence/domains.md", "top-k", over_a_slow_link),

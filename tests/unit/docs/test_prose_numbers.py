@@ -117,7 +117,33 @@ class Claim:
         return re.escape(self.text).replace(r"\#", rf"({_NUMBER})").replace(r"\ ", r"\s+")
 
 
+def _microbatches(run: str, *parts: str) -> float:
+    """The sum of parts of the layer that ran in microbatches, and whole."""
+    return sum(Column("microbatches_h200x2", run, {"op": part, "l2": "cold"}).value({}) for part in parts)
+
+
+def _replays(key: str) -> list[int]:
+    """Of each rank the sum over cases and steps."""
+    cases = [line["ranks"] for line in json_lines("replays_h200x2.jsonl")]
+    return [sum(sum(of_rank[key].values()) for of_rank in ranks) for ranks in zip(*cases, strict=True)]
+
+
 CLAIMS = [
+    Claim(
+        "docs/evidence/overlap.md",
+        "All # replays of each rank gave the bits of the first replay of their rows: # differed",
+        (lambda: min(_replays("replays")), lambda: max(_replays("wrong"))),
+    ),
+    Claim(
+        "docs/evidence/overlap.md",
+        "a step takes # µs, where the whole layer takes # with",
+        (partial(_microbatches, "xrko", "step"), partial(_microbatches, "amis", "step")),
+    ),
+    Claim(
+        "docs/evidence/overlap.md",
+        "Dispatch and combine take # µs of the whole layer's step, the experts #.",
+        (partial(_microbatches, "amis", "dispatch", "combine"), partial(_microbatches, "amis", "experts")),
+    ),
     Claim(
         "docs/evidence/layer.md",
         "With 128 tokens and 8 bits a step takes # µs, and its other parts # one after the other",

@@ -12,6 +12,8 @@ from raymoe.exchange.peer.workspace import Bounds, workspace_layout
 from raymoe.exchange.spec import ExchangeSpec
 from raymoe.workload.memory_needed import rail_buffers
 from tests.python_path import REPOSITORY
+from tests.unit.docs.derived_tables import BESIDE_PRODUCTS, json_lines
+from tests.unit.docs.hidden_exchange import RANKS, exchange_us, hidden_us
 
 PAGE = (REPOSITORY / "docs" / "internals" / "many_ranks.md").read_text()
 HIDDEN, TOPK, MIB = 7168, 8, 2**20
@@ -84,3 +86,14 @@ def test_the_table_of_sent_rows_holds_the_computed_traffic():
         )
         want = [sent, mb, fp8, 100 * routing / mb]
         assert row[1:] == pytest.approx(want, rel=SLACK, abs=0.6)
+
+
+def test_the_model_of_hidden_exchanges_gives_on_two_gpus_what_was_measured():
+    lines = [line for line in json_lines(BESIDE_PRODUCTS) if "gain_us" in line]
+    assert len(lines) == 8
+    for line in lines:
+        measured = line["gain_us"] if line["gain_in_parts_us"] is None else line["gain_in_parts_us"]
+        assert hidden_us(line, 2) == pytest.approx(measured, abs=0.11)
+        assert exchange_us(line, 2) == line["exchange_us"]
+        assert hidden_us(line, 8) > exchange_us(line, 8) / 2  # as the page says
+        assert all(hidden_us(line, ranks) < exchange_us(line, ranks) for ranks in RANKS)

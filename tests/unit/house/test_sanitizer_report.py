@@ -222,7 +222,7 @@ def test_every_backend_has_every_kind_of_case():
     assert kinds["fused", "float8"] == kinds["many fused", "float8"] >= 9
     assert kinds["copy", ""] == len(sanitized.COPIES)
     assert kinds["stream", ""] == 3 * len(sanitized.STREAMED) + len(sanitized.ON_ALL_SMS)
-    assert kinds["layer", ""] == 3
+    assert kinds["layer", ""] == 4
     soon = " ".join(step.name for step in steps[: len(steps) // 4])
     assert all(kind in soon for kind in ("copy", "stream", "float8", "halves", "refused", "top-")), (
         "the first quarter must hold each kind"

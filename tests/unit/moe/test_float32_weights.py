@@ -40,12 +40,12 @@ Gradients = dict[str, torch.Tensor]
 class Model(nn.Module):
     """Two layers between two linear ones."""
 
-    def __init__(self, layers: list[nn.Module], recompute: bool = False) -> None:
+    def __init__(self, layers: list[nn.Module], recompute: bool = False, hidden: int = H) -> None:
         super().__init__()
         source = torch.Generator().manual_seed(0)
-        self.first, self.last = nn.Linear(H, H, bias=False), nn.Linear(H, CLASSES, bias=False)
+        self.first, self.last = nn.Linear(hidden, hidden, bias=False), nn.Linear(hidden, CLASSES, bias=False)
         for linear in (self.first, self.last):
-            nn.init.normal_(linear.weight, std=H**-0.5, generator=source)
+            nn.init.normal_(linear.weight, std=hidden**-0.5, generator=source)
         self.layers, self.recompute = nn.ModuleList(layers), recompute
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -68,10 +68,10 @@ class Whole(nn.Module):
             self.experts.register_parameter(name, nn.Parameter(whole(each).clone()))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        with torch.autocast("cpu", enabled=False):
+        with torch.autocast(x.device.type, enabled=False):
             h = formulas.rms_norm(x, self.norm.weight, self.norm.eps).bfloat16()
             ids, weights = route(h.float() @ self.gate.weight.T, self.form)
-            y = torch.zeros(h.shape)
+            y = torch.zeros(h.shape, device=h.device)
             own = self.experts
             for e in range(len(own.down_proj)):
                 token, place = (ids == e).nonzero(as_tuple=True)
@@ -91,9 +91,9 @@ def whole(tensor: torch.Tensor) -> torch.Tensor:
     return every.full_tensor() if hasattr(every, "full_tensor") else every
 
 
-def batch(step: int) -> tuple[torch.Tensor, torch.Tensor]:
+def batch(step: int, hidden: int = H) -> tuple[torch.Tensor, torch.Tensor]:
     source = torch.Generator().manual_seed(100 + step)
-    return torch.randn(TOKENS, H, generator=source), torch.randint(CLASSES, (TOKENS,), generator=source)
+    return torch.randn(TOKENS, hidden, generator=source), torch.randint(CLASSES, (TOKENS,), generator=source)
 
 
 # The ways to train.
@@ -121,31 +121,36 @@ def under_fsdp_mixed(model: Model) -> nn.Module:
     return under_fsdp(model, mp_policy=policy)
 
 
-def autocast() -> AbstractContextManager[Any]:
-    return torch.autocast("cpu", dtype=torch.bfloat16)
+def autocast(device: str) -> AbstractContextManager[Any]:
+    return torch.autocast(device, dtype=torch.bfloat16)
+
+
+def no_cast(_: str) -> AbstractContextManager[Any]:
+    return nullcontext()
 
 
 def compiled(model: Model) -> nn.Module:
     return torch.compile(model, backend="aot_eager", fullgraph=True)
 
 
-WAYS: dict[str, tuple[Callable[[Model], nn.Module], bool, Callable[[], AbstractContextManager[Any]]]] = {
-    "manual": (manual, False, nullcontext),
-    "DDP": (under_ddp, False, nullcontext),
-    "FSDP2": (under_fsdp, False, nullcontext),
-    "FSDP2 mixed": (under_fsdp_mixed, False, nullcontext),
-    "FSDP2 mixed recomputed": (under_fsdp_mixed, True, nullcontext),
+WAYS: dict[str, tuple[Callable[[Model], nn.Module], bool, Callable[[str], AbstractContextManager[Any]]]] = {
+    "manual": (manual, False, no_cast),
+    "DDP": (under_ddp, False, no_cast),
+    "FSDP2": (under_fsdp, False, no_cast),
+    "FSDP2 mixed": (under_fsdp_mixed, False, no_cast),
+    "FSDP2 mixed recomputed": (under_fsdp_mixed, True, no_cast),
     "autocast": (manual, False, autocast),
     "autocast DDP": (under_ddp, False, autocast),
-    "recomputed": (manual, True, nullcontext),
-    "compiled": (compiled, False, nullcontext),
+    "recomputed": (manual, True, no_cast),
+    "compiled": (compiled, False, no_cast),
     "compiled recomputed autocast": (compiled, True, autocast),
 }
 
 
 @contextmanager
 def of_group(world: World, store: str) -> Iterator[World]:
-    dist.init_process_group("gloo", init_method=f"file://{store}", rank=world.rank, world_size=world.size)
+    backend = "nccl" if world.device.type == "cuda" else "gloo"
+    dist.init_process_group(backend, init_method=f"file://{store}", rank=world.rank, world_size=world.size)
     try:
         with World.of(timeout_s=60) as own:
             yield own
@@ -170,25 +175,29 @@ def optimizer_of(model: Model, lr: float) -> torch.optim.Optimizer:
     return torch.optim.AdamW([{"params": list(own.values())}, {"params": others}], lr=lr)
 
 
-def trained(world: World, store: str, way: str, steps: int) -> tuple[list[float], list[Gradients], list[float]]:
+def trained(
+    world: World, store: str, way: str, steps: int, hidden: int = H
+) -> tuple[list[float], list[Gradients], list[float]]:
     """Train; return the losses, the gradients of the first step, the same of the reference, and its losses."""
     wrap, recompute, context = WAYS[way]
+    spec, form = replace(ALL, hidden=hidden), replace(FORM, ffn=hidden // 2, shared=hidden * 3 // 4)
     if wrap is compiled:
         torch.compiler.reset()
     with of_group(world, store) as own:
-        plain = Model([MoELayer(own, ALL, FORM) for _ in range(2)], recompute)
-        reference = Model([Whole(layer) for layer in plain.layers])
+        device = own.device
+        plain = Model([MoELayer(own, spec, form) for _ in range(2)], recompute, hidden).to(device)
+        reference = Model([Whole(layer) for layer in plain.layers], hidden=hidden).to(device)
         model = wrap(plain)
         optimizers = optimizer_of(plain, 3e-3), torch.optim.AdamW(reference.parameters(), lr=3e-3)
         losses, first, wanted = [], [], []
         for step in range(steps):
-            x, classes = batch(step)
-            with context():
+            x, classes = (each.to(device) for each in batch(step, hidden))
+            with context(device.type):
                 loss = nn.functional.cross_entropy(reference(x).float(), classes)
             loss.backward()
             wanted.append(float(loss))
             mine = slice(world.rank * TOKENS // world.size, (world.rank + 1) * TOKENS // world.size)
-            with context():
+            with context(device.type):
                 loss = nn.functional.cross_entropy(model(x[mine]).float(), classes[mine])
             loss.backward()
             average(plain, own, others=wrap in (manual, compiled))
@@ -196,7 +205,9 @@ def trained(world: World, store: str, way: str, steps: int) -> tuple[list[float]
             dist.all_reduce(total)
             losses.append(float(total) / world.size)
             if not step:
-                first = [{name: whole(each.grad) for name, each in m.named_parameters()} for m in (plain, reference)]
+                first = [
+                    {name: whole(each.grad).cpu() for name, each in m.named_parameters()} for m in (plain, reference)
+                ]
             for optimizer in optimizers:
                 optimizer.step()
                 optimizer.zero_grad()

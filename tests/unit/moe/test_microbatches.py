@@ -15,6 +15,8 @@ from raymoe.exchange.spec import ExchangeSpec
 from raymoe.memory.world import World
 from raymoe.moe import in_microbatches, left_sms, microbatches
 from raymoe.moe.layer import LayerForm, MoELayer
+from tests.gpu import replay_ranks
+from tests.gpu.replay_ranks import Replays, replay_many
 from tests.unit.worlds import together, wired
 
 SPEC = ExchangeSpec(tokens=12, hidden=16, experts=8, topk=3, dtype="float32")
@@ -188,6 +190,25 @@ def test_the_lane_is_joined_after_an_error(streams: NotedStreams) -> None:
         assert left_sms.blocks_of_product(132, most=1000) == 132
 
     on_ranks(1, run)
+
+
+def test_replays_that_differ_on_one_rank_are_counted(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without graphs and delays: what judges the replays of GPU ranks (tests/gpu/test_microbatches_gpu.py)."""
+    calls = [0, 0]
+
+    def stale(layer: MoELayer, x: torch.Tensor, count: int) -> torch.Tensor:
+        y = in_microbatches(layer, x, count)
+        calls[layer.world.rank] += 1
+        return y if calls[layer.world.rank] < 20 or layer.world.rank else y.roll(1, dims=0)
+
+    asked = Replays(24, tokens=16, steps=("layer", "microbatches"))
+    right = on_ranks(2, lambda world: replay_many(world, asked))
+    monkeypatch.setattr(replay_ranks, "in_microbatches", stale)
+    wrong = on_ranks(2, lambda world: replay_many(world, asked))
+    assert [of_rank["replays"] for of_rank in (*right, *wrong)] == [dict.fromkeys(asked.steps, 24)] * 4
+    counts = [of_rank["wrong"]["microbatches"] for of_rank in (*right, *wrong)]
+    assert counts == [0, 0, 6, 0]  # the first call of 25 is no replay
+    assert max(of_rank["distance"] for of_rank in right) < 0.05
 
 
 def test_refused_data_of_a_part_raises_on_all_ranks_and_the_next_call_works() -> None:

@@ -55,6 +55,7 @@ def test_the_classes_of_layers(tiles: ScaledTiles, counts: tuple[int, ...], quan
     check(ScaledCase(counts, columns=144, outputs=128, gate=gate, quantised=quantised, tiles=tiles))
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("seed", range(6))
 def test_any_number_of_blocks_shares_the_tiles(seed: int) -> None:
     check(ScaledCase(columns=272, outputs=272), blocks=seed % 3 + 1, seed=seed)

@@ -246,7 +246,16 @@ def test_the_page_needs_nothing_from_outside(tmp_path):
     assert len(set(re.findall(r' id="(\w+)"', document))) == document.count(' id="') == 5
 
 
-OTHER_LINES = ("beside_products_", "faults_", "few_sms_", "few_ways_", "ray_tensors_", "sm_probe_", "train_losses_")
+OTHER_LINES = (
+    "beside_products_",
+    "faults_",
+    "few_sms_",
+    "few_ways_",
+    "ray_tensors_",
+    "replays_",
+    "sm_probe_",
+    "train_losses_",
+)
 """Files whose lines are not those of a run."""
 BENCHMARKS = sorted(
     path for path in (REPOSITORY / "benchmarks").glob("*.jsonl") if not path.name.startswith(OTHER_LINES)

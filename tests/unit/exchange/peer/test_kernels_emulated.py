@@ -565,7 +565,7 @@ def test_an_injected_bug_is_found(bug):
     run = bug.run()
     for seed in range(60):
         try:
-            run.judged(seed)
+            run.judged((bug.seed + seed) % 60)
         except (EmulatorError, AssertionError, RaymoeError):
             return
     pytest.fail("60 interleavings are all right with it")
@@ -597,7 +597,7 @@ def test_lines_that_arrive_in_halves_give_wrong_values():
 
 @pytest.mark.thorough
 def test_the_same_runs_are_correct_without_the_faults():
-    for bug in {replace(each, changes=()) for each in INJECTED_BUGS.values()}:
+    for bug in {replace(each, changes=(), seed=0) for each in INJECTED_BUGS.values()}:
         bug.run().judged(0)
 
 
