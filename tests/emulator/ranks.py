@@ -21,7 +21,7 @@ from raymoe.cuda.params import Params, address_setter
 from raymoe.cuda.structs import ErrorRecord
 from raymoe.exchange.backend import Dispatched, Tokens
 from raymoe.exchange.domains.domain_kernels import ADVANCE_CHUNK, ChunkParams
-from raymoe.exchange.peer import combine, dispatch_grid
+from raymoe.exchange.peer import combine, dispatch_grid, ll
 from raymoe.exchange.peer.build import Build, Grids
 from raymoe.exchange.peer.combine import CombineGrid
 from raymoe.exchange.peer.dispatch_grid import DispatchGrid
@@ -441,6 +441,7 @@ def backend(
         mock.patch.object(combine, "MOST_WHOLE_SMS", sms if name in FEW else 0),
         mock.patch.object(dispatch_grid, "is_mixed", lambda *_: name in FEW),
         mock.patch.object(dispatch_grid, "FEWEST_MIXED_ROWS", 2),
+        mock.patch.object(ll, "is_mixed_ll", lambda *_: name == "few ll"),
     ):
         return backend_of(world, spec, workspace, sms, replace(kind, grids=grids))
 

@@ -37,8 +37,8 @@ FLAGS: dict[str, Any] = {"workspace.is_ll": lambda *_: False}
 LINES: dict[str, Any] = {"workspace.is_ll": lambda *_: True}
 WAYS: dict[str, dict[str, Any]] = {
     "flags": FLAGS,
-    "lines": LINES | {"ll.is_mixed_ll": lambda _: True},
-    "divided": LINES | {"ll.is_mixed_ll": lambda _: False},
+    "lines": LINES | {"ll.is_mixed_ll": lambda *_: True},
+    "divided": LINES | {"ll.is_mixed_ll": lambda *_: False},
     "all": ALL,
     "mixed": ALL | {"dispatch_grid.is_mixed": lambda *_: True},
     "whole": ALL | {"combine.MOST_WHOLE_SMS": 10**6},

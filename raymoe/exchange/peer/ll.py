@@ -128,11 +128,11 @@ class LlGrid:
         return Dealing.of(groups, most, tokens, peers, self.rounds * self.arriving * self.warps)
 
     @classmethod
-    def of(cls, leaving: int, arriving: int, most_leaving: int, sms: int, whole: bool) -> LlGrid:
+    def of(cls, leaving: int, arriving: int, most_leaving: int, sms: int, whole: bool, mixes: bool = True) -> LlGrid:
         """Lay out so many warps of work in each direction on at most `sms` SMs; `whole`: these are the whole GPU.
 
-        If they do not fit, all SMs work. Few SMs have blocks of twice the warps, which do both kinds of work. Else at
-        most `most_leaving` SMs work on what leaves, and each SM of the whole GPU has two blocks.
+        If they do not fit, all SMs work. If it `mixes`, fewer SMs than all have blocks of twice the warps, which do
+        both kinds of work. Else at most `most_leaving` SMs work on what leaves. Of the whole GPU each SM has two blocks.
 
         >>> LlGrid.of(leaving=30, arriving=120, most_leaving=44, sms=132, whole=True)
         LlGrid(leaving=4, arriving=15, rounds=1, mixed=False)
@@ -144,19 +144,21 @@ class LlGrid:
         first, second = max(1, -(-leaving // WARPS)), max(1, -(-arriving // WARPS))
         if first + second <= sms:
             return cls(first, second, 1)
-        if not whole and is_mixed_ll(sms):
+        if mixes and not whole:
             return cls(sms, sms, 1, mixed=True)
         first = max(1, min(first, most_leaving, sms - 1))
         return cls(first, sms - first, ROUNDS if whole else 1)
 
 
-def is_mixed_ll(sms: int) -> bool:
+def is_mixed_ll(sms: int, fp8: bool = False) -> bool:
     """Return whether blocks on so many SMs, which are not the whole GPU, do both kinds of work.
 
-    >>> is_mixed_ll(24), is_mixed_ll(64)
-    (True, False)
+    Blocks that quantise do not yet: no GPU has timed them.
+
+    >>> is_mixed_ll(24), is_mixed_ll(64), is_mixed_ll(24, fp8=True)
+    (True, False, False)
     """
-    return sms <= MOST_MIXED_SMS_LL
+    return sms <= MOST_MIXED_SMS_LL and not fp8
 
 
 def dispatch_ll_grid(units: int, tokens: int, ranks: int, sms: int, whole: bool, fp8: bool = False) -> LlGrid:
@@ -171,7 +173,7 @@ def dispatch_ll_grid(units: int, tokens: int, ranks: int, sms: int, whole: bool,
     """
     arriving = max(tokens * ranks * units, WARPS * min(LEAST_PLACEMENT_BLOCKS, sms - 1))
     senders = SENDERS_OF_MORE if tokens > SENDERS_TOKENS else QUANTISERS if fp8 else SENDERS
-    return LlGrid.of(tokens * units, arriving, sms * senders // SMS, sms, whole)
+    return LlGrid.of(tokens * units, arriving, sms * senders // SMS, sms, whole, is_mixed_ll(sms, fp8))
 
 
 def combine_ll_grid(units: int, tokens: int, ranks: int, sms: int, whole: bool) -> LlGrid:
@@ -182,7 +184,8 @@ def combine_ll_grid(units: int, tokens: int, ranks: int, sms: int, whole: bool) 
     >>> combine_ll_grid(30, tokens=128, ranks=4, sms=132, whole=True)
     LlGrid(leaving=55, arriving=77, rounds=2, mixed=False)
     """
-    return LlGrid.of(tokens * (ranks - 1) * units, tokens * units, sms * LOCAL_SMS // SMS, sms, whole)
+    mixes = is_mixed_ll(sms)
+    return LlGrid.of(tokens * (ranks - 1) * units, tokens * units, sms * LOCAL_SMS // SMS, sms, whole, mixes)
 
 
 def ll_counting_blocks(entries: int, arriving: int) -> tuple[int, int]:

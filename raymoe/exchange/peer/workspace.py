@@ -87,10 +87,13 @@ def is_ll(spec: ExchangeSpec, sms: int | None = None) -> bool:
     (True, False, False, False)
     >>> [is_ll(replace(spec, tokens=128), sms) for sms in (8, 16, 24, 48, 64)]
     [False, True, True, True, True]
+    >>> is_ll(replace(spec, tokens=128, wire="float8_e4m3"), sms=24)
+    False
     """
     most = FEW_BYTES
     if sms is not None:
-        most = min(most, sms * (FEW_BYTES_OF_MIXED_SM if is_mixed_ll(sms) else FEW_BYTES_OF_SM))
+        mixed = is_mixed_ll(sms, spec.dispatch_wire == FP8)
+        most = min(most, sms * (FEW_BYTES_OF_MIXED_SM if mixed else FEW_BYTES_OF_SM))
     small = spec.tokens <= FEW_TOKENS and spec.tokens * spec.row_bytes <= most
     retypes = spec.combine_wire != spec.dtype
     return small and spec.layout == "expert" and not spec.by_copy_engine and not retypes
