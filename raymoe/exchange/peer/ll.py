@@ -132,7 +132,8 @@ class LlGrid:
         """Lay out so many warps of work in each direction on at most `sms` SMs; `whole`: these are the whole GPU.
 
         If they do not fit, all SMs work. If it `mixes`, fewer SMs than all have blocks of twice the warps, which do
-        both kinds of work. Else at most `most_leaving` SMs work on what leaves. Of the whole GPU each SM has two blocks.
+        both kinds of work. Else at most `most_leaving` SMs work on what leaves. Each SM of the whole GPU has two
+        blocks.
 
         >>> LlGrid.of(leaving=30, arriving=120, most_leaving=44, sms=132, whole=True)
         LlGrid(leaving=4, arriving=15, rounds=1, mixed=False)
