@@ -1,7 +1,8 @@
 // Combine of few tokens: the same as combine.cu, in half of the trips over the link.
 //
 // One launch. Some SMs sum the rows of this rank's experts for peers' tokens and send the sums in lines (lines.cuh).
-// The others add the ranks' sums for tokens of this rank (roles_ll.cuh). There is no flag and no fence.
+// The others add the ranks' sums for tokens of this rank (roles_ll.cuh). On few SMs every block does the one, then the
+// other. There is no flag and no fence.
 //
 // Memory map of every rank's heap; d is the rank whose experts made the rows, [2] the parity of combine's epoch:
 //   rows [2][d][token]   lines, by the number of the owner's token
@@ -54,7 +55,7 @@ __device__ inline bool any_refused(const CombineLlParams& p, const u64 (*words)[
 
 }  // namespace raymoe
 
-extern "C" __global__ void __launch_bounds__(raymoe::THREADS, 2)
+extern "C" __global__ void __launch_bounds__(raymoe::THREADS, raymoe::WARPS > 8 ? 1 : 2)
     combine_ll(const __grid_constant__ raymoe::CombineLlParams p) {
     using namespace raymoe;
     using Type = ROW_TYPE;
@@ -66,6 +67,9 @@ extern "C" __global__ void __launch_bounds__(raymoe::THREADS, 2)
     FinalReduction<Type> final_reduction(p, role.warp(), role.warps());
     if (role.leaves) {
         local_reduction.begin();
+        if constexpr (MIXED_ROLES) {
+            final_reduction.begin();
+        }
     } else {
         final_reduction.begin();
     }
@@ -87,9 +91,9 @@ extern "C" __global__ void __launch_bounds__(raymoe::THREADS, 2)
         if (ok) {
             trace(p.trace, AT_COUNTS);
             refused = any_refused(p, statuses);
-            if (!role.leaves && refused) {
+            if ((MIXED_ROLES || !role.leaves) && refused) {
                 fill_with_nan<Type>(p, role.warp(), role.warps());
-            } else if (!role.leaves) {
+            } else if (MIXED_ROLES || !role.leaves) {
                 ok = final_reduction.run(epoch);
             }
         }

@@ -1,9 +1,10 @@
 // Dispatch of few tokens: the same as dispatch.cu, in half of the trips over the link.
 //
-// One launch. Some SMs send, the others place (roles_ll.cuh); the first of those route before. Rows travel in lines,
-// counts and routing entries as words. All of them hold the epoch (lines.cuh), so there is no flag and no fence, and a
-// sender waits for nothing. A placement warp looks at a row while it waits for the counts, because the row may come
-// with them. Rows come expert by expert only; with layout rank there are no plain rows that `index` could point to.
+// One launch. Some SMs send, the others place (roles_ll.cuh); the first of those route before. On few SMs every block
+// routes, sends, and then places. Rows travel in lines, counts and routing entries as words. All of them hold the epoch
+// (lines.cuh), so there is no flag and no fence, and a sender waits for nothing. A placement warp looks at a row while
+// it waits for the counts, because the row may come with them. Rows come expert by expert only; with layout rank there
+// are no plain rows that `index` could point to.
 //
 // Memory map of every rank's heap; s is the source, [2] the parity of the epoch:
 //   rows [2][s][token]           lines, as many as a row takes (rows_ll.cuh, quantised_rows_ll.cuh)
@@ -28,7 +29,8 @@
 // Again (a build with AGAIN_ROUTED): as in dispatch.cu. The pass is in the upper halves of two counts, so it comes with
 // no word of its own. The last block out compares. Every block hands its stores over to it, because it may fill rows.
 //
-// A launch has one block for each SM that it is given, or two.
+// A launch has one block for each SM that it is given, or two. A block that sends and places sends before it waits,
+// because peers wait for its rows.
 
 #include "raymoe/peer/dispatch/beginning.cuh"
 #include "raymoe/peer/dispatch/dispatch.cuh"
@@ -258,7 +260,7 @@ __device__ inline bool place_ll(const DispatchLlParams& p, u64 epoch, const Role
 
 }  // namespace raymoe
 
-extern "C" __global__ void __launch_bounds__(raymoe::THREADS, 2)
+extern "C" __global__ void __launch_bounds__(raymoe::THREADS, raymoe::WARPS > 8 ? 1 : 2)
     dispatch_ll(const __grid_constant__ raymoe::DispatchLlParams p) {
     using namespace raymoe;
     extern __shared__ __align__(128) u8 shared[];
@@ -267,25 +269,34 @@ extern "C" __global__ void __launch_bounds__(raymoe::THREADS, 2)
     const Role role(p.leaving_sms, p.arriving_sms);
     Sender sender(p, stages, role.warp(), role.warps());
     LlCountingBlock counting_block(p, role.place, shared);
-    const bool routes = !role.leaves && role.round == 0 && role.place < p.counting_blocks;
+    const bool routes = (MIXED_ROLES || !role.leaves) && role.round == 0 && role.place < p.counting_blocks;
     if (role.leaves && Leaving::EARLY) {
         sender.begin();
+        if constexpr (MIXED_ROLES) {
+            if (routes) {
+                counting_block.begin();
+            }
+        }
     } else if (routes) {
         counting_block.begin();
     }
     const auto [epoch, tokens, may] = beginning.run();
     bool ok = may && !beginning.refused();
-    if (may && role.leaves) {
+    if (!MIXED_ROLES && may && role.leaves) {
         sender.run(epoch, tokens);
     } else if (may) {
         if (routes) {
             ok = counting_block.run(epoch, tokens) && ok;
             __syncthreads();  // the placement blocks use the counting blocks' shared memory
         }
+        if constexpr (MIXED_ROLES) {
+            sender.run(epoch, tokens);  // before this block waits: peers wait for its rows
+        }
         ok = place_ll(p, epoch, role, shared, stages) && ok;
     }
     trace(p.trace, AT_END);
-    const bool stores_counts = !role.leaves && role.place + 1 == p.arriving_sms;  // the last block out may reset them
+    // The last block out may reset the counts.
+    const bool stores_counts = (MIXED_ROLES || !role.leaves) && role.place + 1 == p.arriving_sms;
     const Ending ending = block_is_out(p.operation, !ok, stores_counts || AGAIN);
     if (!ending.last) {
         return;

@@ -204,6 +204,14 @@ RUNS: dict[str, Run] = {
     "few, 2000 bytes": Run("few", spec={"hidden": 1000, "tokens": 9}),
     "few, float32": Run("few", spec={"hidden": 20, "dtype": "float32"}),
     **{f"few, rings of {stages}": Run("few", 2, deep(stages), spec={"tokens": 48}) for stages in (1, 5)},
+    **{f"few ll on {ranks}": Run("few ll", ranks) for ranks in (1, 2, 3)},
+    "few ll on 8": Run("few ll", 8, spec={"tokens": 6, "experts": 16}, routings=("uniform", "skewed", "masked")),
+    "few ll, many turns": Run("few ll", 3, spec={"tokens": 70, "hidden": 1000}, routings=("uniform", "masked")),
+    "few ll, counting blocks of many runs": Run(
+        "few ll", spec={"hidden": 8, "tokens": 200, "topk": 16, "experts": 16}, routings=("uniform", "masked")
+    ),
+    "few ll, fp8": Run("few ll", spec={"wire": FP8, "hidden": 264, "tokens": 20, "padding": "zero", "alignment": 8}),
+    "pairs of few ll": Run("few ll", 3, form="pairs"),
 }
 
 MESSAGES = (

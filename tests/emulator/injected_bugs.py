@@ -226,6 +226,24 @@ INJECTED_BUGS = {
     "slots are packed before the peers have read them": _injected(
         "copied", "pack.cu", "!may || !await_heads(p, epoch)", "!may", form="pairs", shape=small, seed=8
     ),
+    "a mixed block places before it sends": InjectedBug(
+        "few ll",
+        (
+            Change("dispatch_ll.cu", "sender.run(epoch, tokens);  // before this block waits", ";  //"),
+            Change(
+                "dispatch_ll.cu",
+                "    trace(p.trace, AT_END);",
+                "    if (may) {\n        sender.run(epoch, tokens);\n    }",
+            ),
+        ),
+    ),
+    "a mixed block sums before it reduces": InjectedBug(
+        "few ll",
+        (
+            Change("combine_ll.cu", "local_reduction.run(epoch);", ";"),
+            Change("combine_ll.cu", "    trace(p.trace, AT_END);", "    local_reduction.run(epoch);"),
+        ),
+    ),
     "lines of the epoch before": _injected("ll", "lines.cuh", "high == epoch ?", "high + 2 >= epoch ?"),
     "the count of pieces that the final reduction took is not reset": _injected(
         "fused", "combine.cu", "p.taken[0] = p.taken[1] =", "p.taken[0] ="

@@ -21,7 +21,7 @@ from raymoe.cuda.params import Params, address_setter
 from raymoe.cuda.structs import ErrorRecord
 from raymoe.exchange.backend import Dispatched, Tokens
 from raymoe.exchange.domains.domain_kernels import ADVANCE_CHUNK, ChunkParams
-from raymoe.exchange.peer import combine, dispatch_grid
+from raymoe.exchange.peer import combine, dispatch_grid, ll
 from raymoe.exchange.peer.build import Build, Grids
 from raymoe.exchange.peer.combine import CombineGrid
 from raymoe.exchange.peer.dispatch_grid import DispatchGrid
@@ -408,9 +408,10 @@ KINDS = {
     "staged": STAGED,
     "copied": COPIED,
     "ll": FEW_TOKENS,
+    "few ll": FEW_TOKENS,
     "chunks": CHUNKS,
 }
-"""Kinds of backends. Those of FEW are laid out as on few SMs, the others as on all."""
+"""Kinds of backends. Those of FEW, and "few ll" on two SMs, are laid out as on few SMs, the others as on all."""
 
 
 def spec_for(kind: str, **fields: Any) -> ExchangeSpec:
@@ -434,11 +435,13 @@ def backend(
         return original if shape is None else Grids(sms, *shape(original.dispatch, original.combine))
 
     backend_of = EmulatedChunks if name in ("chunks", "few chunks") else EmulatedBackend
-    sms = world.gpu.sms if sms is None else sms
+    if sms is None:
+        sms = 2 if name == "few ll" else world.gpu.sms
     with (
         mock.patch.object(combine, "MOST_WHOLE_SMS", sms if name in FEW else 0),
         mock.patch.object(dispatch_grid, "is_mixed", lambda *_: name in FEW),
         mock.patch.object(dispatch_grid, "FEWEST_MIXED_ROWS", 2),
+        mock.patch.object(ll, "is_mixed_ll", lambda *_: name == "few ll"),
     ):
         return backend_of(world, spec, workspace, sms, replace(kind, grids=grids))
 

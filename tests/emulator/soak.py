@@ -52,7 +52,7 @@ def drawn_shape(seed: int) -> Callable[[Any, Any], Any]:
 
 
 def drawn_run(rng: random.Random) -> Run:
-    kind, ranks = rng.choice(["fused", "few", "staged", "ll"]), rng.choice([1, 2, 2, 3, 3, 4, 5, 8])
+    kind, ranks = rng.choice(["fused", "few", "staged", "ll", "few ll"]), rng.choice([1, 2, 2, 3, 3, 4, 5, 8])
     experts = ranks * rng.choice([1, 2, 4, 8])
     spec: dict[str, Any] = {
         "tokens": rng.choice([1, 2, 5, 20, 50]),
@@ -66,7 +66,7 @@ def drawn_run(rng: random.Random) -> Run:
     if rng.random() < 0.3:
         raw = {"output": "raw", "hidden": rng.choice([16, 144, 272])}
         spec |= {"wire": FP8, **(raw if rng.random() < 0.5 else {})}
-    if kind != "ll" and ("wire" not in spec or "output" in spec) and rng.random() < 0.2:
+    if "ll" not in kind and ("wire" not in spec or "output" in spec) and rng.random() < 0.2:
         spec["layout"] = "rank"
     # With layout rank, rows stay only until the next dispatch.
     form = rng.choice(["whole", "halves", "known"] + ([] if "layout" in spec else ["pairs", "known pairs"]))

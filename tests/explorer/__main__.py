@@ -20,6 +20,7 @@ def parser() -> argparse.ArgumentParser:
     parser.add_argument("--empty", type=int, nargs="*", default=[], help="numbers of dispatches that send no row")
     parser.add_argument("--senders", type=int, default=1)
     parser.add_argument("--warps", type=int, default=1, help="of each sender")
+    parser.add_argument("--one-block", action="store_true", help="of the LL path, which sends and then places")
     parser.add_argument("--counting-blocks", type=int, default=1)
     parser.add_argument("--domains", type=int, default=1, help="of as many ranks each, whose rails are modelled")
     parser.add_argument("--chunk", type=int, default=1, help="rows of a chunk of a crossing")
@@ -53,6 +54,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         Fault[given.fault] if given.fault else None,
         senders=given.senders,
         warps=given.warps,
+        one_block=given.one_block,
         counting_blocks=given.counting_blocks,
         domains=given.domains,
         chunk=given.chunk,

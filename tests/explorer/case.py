@@ -103,6 +103,7 @@ class Case:
     fault: Fault | None = None
     senders: int = 1  # blocks that push rows
     warps: int = 1  # of each
+    one_block: bool = False  # of the LL path: it works on what leaves, then on what arrives
     counting_blocks: int = 1  # 0: heads announce nothing, and there are no routing entries: for large cases
     domains: int = 1  # of as many ranks each, whose rails are modelled. 1: rows of other domains come at any time
     chunk: int = 1  # rows of a chunk, of all domains

@@ -63,4 +63,5 @@ class Fault(Enum):
     # The LL path.
     LINE_UNCHECKED = "a line is read without a check of its epoch"
     LINE_IN_GRANULES = "a line arrives in pieces, and the piece with its epoch at any time"
+    ARRIVES_FIRST = "a block of the LL path works on what arrives before it has sent what leaves"
     UNORDERED_LINES = "a line that no thread reads lands after a later kernel's line in its place"

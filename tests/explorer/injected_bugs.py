@@ -104,6 +104,7 @@ def injected_bug(fault: Fault, ranks: int) -> InjectedBug:
         **_injected_in_chunks(fault, ranks),
         Fault.LINE_UNCHECKED: (case("FD"), f"line 0 .*{_NEVER}"),
         Fault.LINE_IN_GRANULES: (case("FD"), f"granule 0 .*{_NEVER}"),
+        Fault.ARRIVES_FIRST: (case("FD", one_block=True), f"{_STUCK}.*sees dispatch count 0 .*never written"),
         # Dispatch 1 does not fit on rank 1, so no thread polls its line there.
         Fault.UNORDERED_LINES: (
             case("FD FD FD", routings=(two_rows,), counting_blocks=0, **refused),
@@ -212,6 +213,7 @@ def injected_in_lines(ranks: int) -> dict[Fault, InjectedBug]:
         Fault.REFUSAL_POISONS: ("FD FC FD FC", refused, "does nothing, and no wait has failed"),
         Fault.LINE_UNCHECKED: ("FD FC", {}, f"line 0 .*{_NEVER}"),
         Fault.LINE_IN_GRANULES: ("D FC", {}, f"combine granule 0 .*{_NEVER}"),
+        Fault.ARRIVES_FIRST: ("D FC", {"one_block": True}, f"{_STUCK}.*sees combine status 0 .*never written"),
         Fault.UNORDERED_LINES: (
             "D D FC1 FC2 FC2",
             {"routings": (((), ((0,),), *empty(ranks)[2:]),), "counting_blocks": 0, "refused": ((1, 1),)},

@@ -22,11 +22,18 @@ class LineKernel(Kernel):
                     self.with_refusal(self.line("status", peer, 0)) for peer in self.word_receivers()
                 ]
             roles["sender"] = self.unless_refused(list(self._rows()))
+        arriving: Roles = {}
         for peer in self.peers:
             if self.launch.kind == "dispatch":
-                roles[f"placement block of {peer}"] = list(self._placement_block(peer))
+                arriving[f"placement block of {peer}"] = list(self._placement_block(peer))
             else:
-                roles[f"final reduction of {peer}"] = list(self._final_reduction(peer))
+                arriving[f"final reduction of {peer}"] = list(self._final_reduction(peer))
+        if self.case.one_block:  # with MIXED_ROLES it does all that, one after another
+            late = self.has_fault(Fault.ARRIVES_FIRST)
+            order = [*arriving.values(), *roles.values()] if late else [*roles.values(), *arriving.values()]
+            roles = {"block": [step for steps in order for step in steps]}
+        else:
+            roles |= arriving
         # The threads have polled every line and word that the kernel must wait for.
         join = Step(Act.JOIN, operands=tuple(range(self.first, self.first + len(roles))))
         epoch = Step(Act.STORE_EPOCH, self.memory["epoch", self.rank, self.launch.kind])

@@ -4,7 +4,9 @@
     torchrun --nproc-per-node 2 -m tests.perf.few_sms --sms 24 --layouts rank --rounds 21
 
 The ways: `all` as on all SMs; `mixed`: every block of a dispatch sends and places; `whole`: a combine does not cut rows
-into pieces. The code chooses by the number of SMs (raymoe/exchange/peer/dispatch_grid.py, combine.py); here the choice
+into pieces; `flags`: no tokens go by the LL path; `lines`: all do, by blocks that send and place; `divided`: by blocks
+that do one of the two.
+The code chooses by the number of SMs (dispatch_grid.py, combine.py and ll.py of raymoe/exchange/peer); here the choice
 is made by hand. All ways must give the same rows and the same y: the first difference ends the run with 1.
 Times are by the clock of the workload exchange: graphs, a cold L2 cache, the slowest rank, in microseconds.
 """
@@ -18,6 +20,7 @@ import sys
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from itertools import product
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -30,7 +33,12 @@ import raymoe
 from raymoe.workload.clock import OpClock, calls_of
 
 ALL: dict[str, Any] = {"dispatch_grid.is_mixed": lambda *_: False, "combine.MOST_WHOLE_SMS": 0}
+FLAGS: dict[str, Any] = {"workspace.is_ll": lambda *_: False}
+LINES: dict[str, Any] = {"workspace.is_ll": lambda *_: True}
 WAYS: dict[str, dict[str, Any]] = {
+    "flags": FLAGS,
+    "lines": LINES | {"ll.is_mixed_ll": lambda *_: True},
+    "divided": LINES | {"ll.is_mixed_ll": lambda *_: False},
     "all": ALL,
     "mixed": ALL | {"dispatch_grid.is_mixed": lambda *_: True},
     "whole": ALL | {"combine.MOST_WHOLE_SMS": 10**6},
@@ -152,24 +160,26 @@ def main() -> None:
     parser.add_argument("--sms", type=int, nargs="+", default=[8, 16, 24, 32, 48, 64, 96, 132])
     parser.add_argument("--layouts", nargs="+", default=["expert", "rank"])
     parser.add_argument("--ways", nargs="+", choices=list(WAYS), default=list(WAYS))
-    parser.add_argument("--tokens", type=int, default=4096)
+    parser.add_argument("--tokens", type=int, nargs="+", default=[4096])
     parser.add_argument("--hidden", type=int, default=7168)
     parser.add_argument("--experts", type=int, default=256)
     parser.add_argument("--topk", type=int, default=8)
+    parser.add_argument("--wire", default="bfloat16", help="the type in which rows of a dispatch cross")
     parser.add_argument("--rounds", type=int, default=9)
     asked = parser.parse_args()
     torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
     dist.init_process_group("gloo")
     with raymoe.World.of(device="cuda") as world:
-        for layout in asked.layouts:
-            shape = {"tokens": asked.tokens, "hidden": asked.hidden, "experts": asked.experts, "topk": asked.topk}
-            spec = raymoe.ExchangeSpec(**shape, layout=layout)
+        for layout, tokens in product(asked.layouts, asked.tokens):
+            shape = {"tokens": tokens, "hidden": asked.hidden, "experts": asked.experts, "topk": asked.topk}
+            spec = raymoe.ExchangeSpec(**shape, layout=layout, wire=asked.wire)
             for sms in asked.sms:
                 times = measured(world, spec, sms, asked.ways, asked.rounds)
                 if world.rank == 0:
-                    line = {"gpu": torch.cuda.get_device_name(), "ranks": world.size, **shape, "layout": layout}
+                    line = {"gpu": torch.cuda.get_device_name(), "ranks": world.size, **shape}
+                    line |= {"layout": layout, "wire": asked.wire}
                     text = "  ".join(f"{name} {median(us):.1f}" for name, us in times.items())
-                    print(f"{layout:>6} {sms:>3} SMs  {text}", flush=True)
+                    print(f"{layout:>6} {tokens:>4} tokens {sms:>3} SMs  {text}", flush=True)
                     if asked.out is not None:
                         with asked.out.open("a") as out:
                             print(json.dumps({**line, "sms": sms, "us": times}), file=out)

@@ -40,12 +40,12 @@ def _dispatch(build: Build, sms: int) -> Stage:
     space, spec, fp8, ranks = build.space, build.spec, build.fp8, build.space.world.size
     # A unit is the least that a warp moves of a row.
     units, groups = ll.row_units(spec.row_bytes, spec.hidden, fp8), 1 if fp8 else ll.SENT
-    grid = ll.dispatch_ll_grid(units, spec.tokens, ranks, sms, _rounds(build, sms), fp8)
-    source = build.finding_places(ll.dispatch_ll_source(spec.dtype, fp8, space.traces))
+    grid = ll.dispatch_ll_grid(units, spec.tokens, ranks, sms, _is_whole(build, sms), fp8)
+    source = grid.build_of(build.finding_places(ll.dispatch_ll_source(spec.dtype, fp8, space.traces)))
     sent = grid.leave(units, groups, spec.tokens)
     placed = grid.arrive(units, 1 if fp8 else ll.PLACED, spec.tokens, ranks)
     params = build.dispatch_ll_params(grid, sent, placed)
-    shape = grid.shape(ll.ll_shared_bytes(spec.experts, fp8))
+    shape = grid.shape(ll.ll_shared_bytes(spec.experts, grid, fp8))
     return Stage(source, shape, params, _deal_sent(grid, units, groups, spec.topk))
 
 
@@ -66,10 +66,10 @@ def _deal_sent(grid: LlGrid, units: int, groups: int, topk: int) -> Callable[[An
 def _combine(build: Build, sms: int) -> Stage:
     space, spec, ranks = build.space, build.spec, build.space.world.size
     units = ll.row_units(spec.row_bytes, spec.hidden, fp8=False)
-    grid = ll.combine_ll_grid(units, spec.tokens, ranks, sms, _rounds(build, sms))
+    grid = ll.combine_ll_grid(units, spec.tokens, ranks, sms, _is_whole(build, sms))
     reduced = grid.leave(units, ll.REDUCED, spec.tokens, ranks - 1)
     params = build.combine_ll_params(grid, reduced, grid.arrive(units, ll.SUMMED, spec.tokens))
-    source = ll.combine_ll_source(spec.dtype, space.traces)
+    source = grid.build_of(ll.combine_ll_source(spec.dtype, space.traces))
     return Stage(source, grid.shape(), params, _deal_summed(grid, units))
 
 
@@ -86,6 +86,6 @@ def _deal_summed(grid: LlGrid, units: int) -> Callable[[Any, int], None]:
     return deal
 
 
-def _rounds(build: Build, sms: int) -> int:
-    """A second round of blocks shares the SMs of the first only if there are no other SMs."""
-    return ll.ROUNDS if sms == build.space.world.gpu.sms else 1
+def _is_whole(build: Build, sms: int) -> bool:
+    """Return whether these are all SMs of the GPU."""
+    return sms == build.space.world.gpu.sms

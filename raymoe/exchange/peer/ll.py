@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from raymoe.cuda.jit import KernelSource
 from raymoe.cuda.launch import Shape
@@ -11,8 +11,8 @@ from raymoe.cuda.structs import MAX_RANKS, STRUCTS, Peers
 from raymoe.exchange.peer.combine import CombineCall
 from raymoe.exchange.peer.dealing import Dealing
 from raymoe.exchange.peer.dispatch import (
-    THREADS,
     WARPS,
+    WIDE,
     BufferOffsets,
     DispatchCall,
     DispatchSummary,
@@ -99,64 +99,94 @@ class LlGrid:
     leaving: int
     arriving: int
     rounds: int
+    mixed: bool = False
+    """Whether every block does both kinds of work. Then `leaving` and `arriving` are the same SMs."""
+
+    @property
+    def warps(self) -> int:
+        """Return the warps of a block."""
+        return WIDE if self.mixed else WARPS
 
     @property
     def sms(self) -> int:
-        return self.leaving + self.arriving
+        return self.arriving if self.mixed else self.leaving + self.arriving
 
     def shape(self, shared_bytes: int = 0) -> Shape:
-        return Shape(self.rounds * self.sms, THREADS, shared_bytes)
+        return Shape(self.rounds * self.sms, 32 * self.warps, shared_bytes)
+
+    def build_of(self, source: KernelSource) -> KernelSource:
+        """Return the build of a kernel for blocks of this kind."""
+        mixed = (("BLOCK_WARPS", str(WIDE)), ("MIXED_ROLES", "1")) if self.mixed else ()
+        return replace(source, defines=(*source.defines, *mixed))
 
     def leave(self, groups: int, most: int, tokens: int, peers: int = 1) -> Dealing:
         """Deal rows of so many groups out to the warps that work on what leaves."""
-        return Dealing.of(groups, most, tokens, peers, self.rounds * self.leaving * WARPS)
+        return Dealing.of(groups, most, tokens, peers, self.rounds * self.leaving * self.warps)
 
     def arrive(self, groups: int, most: int, tokens: int, peers: int = 1) -> Dealing:
         """Deal rows of so many groups out to the warps that work on what arrives."""
-        return Dealing.of(groups, most, tokens, peers, self.rounds * self.arriving * WARPS)
+        return Dealing.of(groups, most, tokens, peers, self.rounds * self.arriving * self.warps)
 
     @classmethod
-    def of(cls, leaving: int, arriving: int, most_leaving: int, sms: int, rounds: int) -> LlGrid:
-        """Lay out so many warps of work in each direction on at most `sms` SMs.
+    def of(cls, leaving: int, arriving: int, most_leaving: int, sms: int, whole: bool, mixes: bool = True) -> LlGrid:
+        """Lay out so many warps of work in each direction on at most `sms` SMs; `whole`: these are the whole GPU.
 
-        If they do not fit, SMs have `rounds` blocks each, and at most `most_leaving` SMs work on what leaves.
+        If they do not fit, all SMs work. If it `mixes`, fewer SMs than all have blocks of twice the warps, which do
+        both kinds of work. Else at most `most_leaving` SMs work on what leaves. Each SM of the whole GPU has two
+        blocks.
 
-        >>> LlGrid.of(leaving=30, arriving=120, most_leaving=44, sms=132, rounds=2)
-        LlGrid(leaving=4, arriving=15, rounds=1)
-        >>> LlGrid.of(leaving=3840, arriving=15360, most_leaving=44, sms=132, rounds=2)
-        LlGrid(leaving=44, arriving=88, rounds=2)
+        >>> LlGrid.of(leaving=30, arriving=120, most_leaving=44, sms=132, whole=True)
+        LlGrid(leaving=4, arriving=15, rounds=1, mixed=False)
+        >>> LlGrid.of(leaving=3840, arriving=15360, most_leaving=44, sms=132, whole=True)
+        LlGrid(leaving=44, arriving=88, rounds=2, mixed=False)
+        >>> LlGrid.of(leaving=3840, arriving=15360, most_leaving=8, sms=24, whole=False)
+        LlGrid(leaving=24, arriving=24, rounds=1, mixed=True)
         """
         first, second = max(1, -(-leaving // WARPS)), max(1, -(-arriving // WARPS))
         if first + second <= sms:
             return cls(first, second, 1)
+        if mixes and not whole:
+            return cls(sms, sms, 1, mixed=True)
         first = max(1, min(first, most_leaving, sms - 1))
-        return cls(first, sms - first, rounds)
+        return cls(first, sms - first, ROUNDS if whole else 1)
 
 
-def dispatch_ll_grid(units: int, tokens: int, ranks: int, sms: int, rounds: int, fp8: bool = False) -> LlGrid:
+def is_mixed_ll(sms: int, fp8: bool = False) -> bool:
+    """Return whether blocks on so many SMs, which are not the whole GPU, do both kinds of work.
+
+    Blocks that quantise do not yet: no GPU has timed them.
+
+    >>> is_mixed_ll(24), is_mixed_ll(64), is_mixed_ll(24, fp8=True)
+    (True, False, False)
+    """
+    return sms <= MOST_MIXED_SMS_LL and not fp8
+
+
+def dispatch_ll_grid(units: int, tokens: int, ranks: int, sms: int, whole: bool, fp8: bool = False) -> LlGrid:
     """Lay out a dispatch of rows of so many units; a unit is one warp's work.
 
-    >>> dispatch_ll_grid(30, tokens=1, ranks=4, sms=132, rounds=2)
-    LlGrid(leaving=4, arriving=16, rounds=1)
-    >>> dispatch_ll_grid(30, tokens=128, ranks=4, sms=132, rounds=2)
-    LlGrid(leaving=24, arriving=108, rounds=2)
-    >>> dispatch_ll_grid(30, tokens=1024, ranks=4, sms=132, rounds=2)
-    LlGrid(leaving=34, arriving=98, rounds=2)
+    >>> dispatch_ll_grid(30, tokens=1, ranks=4, sms=132, whole=True)
+    LlGrid(leaving=4, arriving=16, rounds=1, mixed=False)
+    >>> dispatch_ll_grid(30, tokens=128, ranks=4, sms=132, whole=True)
+    LlGrid(leaving=24, arriving=108, rounds=2, mixed=False)
+    >>> dispatch_ll_grid(30, tokens=1024, ranks=4, sms=132, whole=True)
+    LlGrid(leaving=34, arriving=98, rounds=2, mixed=False)
     """
     arriving = max(tokens * ranks * units, WARPS * min(LEAST_PLACEMENT_BLOCKS, sms - 1))
     senders = SENDERS_OF_MORE if tokens > SENDERS_TOKENS else QUANTISERS if fp8 else SENDERS
-    return LlGrid.of(tokens * units, arriving, sms * senders // SMS, sms, rounds)
+    return LlGrid.of(tokens * units, arriving, sms * senders // SMS, sms, whole, is_mixed_ll(sms, fp8))
 
 
-def combine_ll_grid(units: int, tokens: int, ranks: int, sms: int, rounds: int) -> LlGrid:
+def combine_ll_grid(units: int, tokens: int, ranks: int, sms: int, whole: bool) -> LlGrid:
     """Lay out a combine likewise. The work on what arrives is one row of y for each token, for all ranks together.
 
-    >>> combine_ll_grid(30, tokens=1, ranks=4, sms=132, rounds=2)
-    LlGrid(leaving=12, arriving=4, rounds=1)
-    >>> combine_ll_grid(30, tokens=128, ranks=4, sms=132, rounds=2)
-    LlGrid(leaving=55, arriving=77, rounds=2)
+    >>> combine_ll_grid(30, tokens=1, ranks=4, sms=132, whole=True)
+    LlGrid(leaving=12, arriving=4, rounds=1, mixed=False)
+    >>> combine_ll_grid(30, tokens=128, ranks=4, sms=132, whole=True)
+    LlGrid(leaving=55, arriving=77, rounds=2, mixed=False)
     """
-    return LlGrid.of(tokens * (ranks - 1) * units, tokens * units, sms * LOCAL_SMS // SMS, sms, rounds)
+    mixes = is_mixed_ll(sms)
+    return LlGrid.of(tokens * (ranks - 1) * units, tokens * units, sms * LOCAL_SMS // SMS, sms, whole, mixes)
 
 
 def ll_counting_blocks(entries: int, arriving: int) -> tuple[int, int]:
@@ -177,6 +207,11 @@ SENDERS, QUANTISERS, LOCAL_SMS, SMS, ROUNDS = 24, 20, 55, 132, 2
 took 23.1 us with 16 senders, 22.6 with 20, 22.4 with 24, 22.7 with 28, 22.4 with 33, 24.0 with 48. A combine took 23.8
 with 44 SMs for the local reduction, 23.4 with 55, 60 and 66. As 8-bit floats a dispatch took 17.2 with 16 senders, 16.6
 with 20, 16.8 with 24, 16.5 with 28, 16.7 with 32 (4x H200, cold L2 cache, 2026-11-22)."""
+
+MOST_MIXED_SMS_LL = 48
+"""On up to so many SMs blocks do both kinds of work. Dispatch + combine of 256 tokens of 7168 bfloat16 took 49 + 61 us
+instead of 59 + 92 on 24, 34 + 39 instead of 37 + 56 on 48; 16 tokens on 132 9 + 5 instead of 8 + 4 (2x H200, cold L2
+cache, 2026-11-26)."""
 
 SENT, PLACED, REDUCED, SUMMED = 6, 5, 4, 2
 """Groups of lines that a warp has in flight: as in kernels/include/raymoe/peer/ll/rows_ll.cuh and sums_ll.cuh."""
@@ -200,10 +235,11 @@ def row_units(row_bytes: int, hidden: int, fp8: bool) -> int:
     return -(-hidden // (UNIT_BLOCKS * BLOCK)) if fp8 else -(-row_lines(row_bytes) // GROUP)
 
 
-def ll_shared_bytes(experts: int, fp8: bool = False) -> int:
+def ll_shared_bytes(experts: int, grid: LlGrid, fp8: bool = False) -> int:
     """Return the shared memory of a placing block; if rows cross as 8-bit floats, each warp has a stage in it too.
 
-    >>> ll_shared_bytes(256), ll_shared_bytes(256, fp8=True)
-    (2112, 18496)
+    >>> few, mixed = LlGrid(1, 1, 1), LlGrid(8, 8, 1, mixed=True)
+    >>> ll_shared_bytes(256, few), ll_shared_bytes(256, few, fp8=True), ll_shared_bytes(256, mixed, fp8=True)
+    (2112, 18496, 34880)
     """
-    return -(-(2 * experts + MAX_RANKS) * 4 // 16) * 16 + fp8 * WARPS * STAGE_BYTES
+    return -(-(2 * experts + MAX_RANKS) * 4 // 16) * 16 + fp8 * grid.warps * STAGE_BYTES

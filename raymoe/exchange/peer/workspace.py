@@ -19,7 +19,7 @@ from raymoe.errors import ConfigError
 from raymoe.exchange.calls import Calls
 from raymoe.exchange.peer.combine import MOST_PIECES, most_pieces, number_bytes
 from raymoe.exchange.peer.dispatch import MAX_DONE, MOST_COUNTING_BLOCKS, STAMP_BYTES, Scratch
-from raymoe.exchange.peer.ll import LINE_BYTES, quantised_lines, row_lines
+from raymoe.exchange.peer.ll import LINE_BYTES, is_mixed_ll, quantised_lines, row_lines
 from raymoe.exchange.peer.trace import BLOCKS_A_SM, TRACE_POINTS, timeline
 from raymoe.exchange.refusal import Refusal
 from raymoe.exchange.spec import ExchangeSpec
@@ -64,12 +64,16 @@ SLOT_LINE, LINED_BYTES = 128, 1024
 """Slots of quantised rows of LINED_BYTES or more are multiples of SLOT_LINE, so that rows begin at 128-byte lines.
 4096 rows of 7392 bytes, pushed to adjacent slots, took 265 us; rows of 7424 bytes took 245 (4x H200, 2026-11-22)."""
 
-FEW_TOKENS, FEW_BYTES, FEW_BYTES_OF_SM = 4096, 16 << 20, 40 << 10
+FEW_TOKENS, FEW_BYTES, FEW_BYTES_OF_SM, FEW_BYTES_OF_MIXED_SM = 4096, 16 << 20, 40 << 10, 128 << 10
 """The limits of the LL path, for a rank: tokens, bytes of their rows, and bytes for each SM where `sms` is a number.
 
 1024 tokens of 7168 bfloat16, us (2x H200, cold L2 cache, 2026-11-22): all SMs 71 each way by the LL path, 90 with
 flags; 64 SMs 188 (dispatch) and 160 (combine) by the LL path, 86 and 145 with flags. On four GPUs the 8 bytes of epoch
-in 128 cost more: 512 tokens 77 and 79 against 80 and 87 with flags, 1024 tokens 142 and 144 against 137 and 146."""
+in 128 cost more: 512 tokens 77 and 79 against 80 and 87 with flags, 1024 tokens 142 and 144 against 137 and 146.
+
+Where blocks do both kinds of work, dispatch + combine by lines and with flags: 256 tokens on 24 SMs 49 + 61 and
+54 + 71, on 48 34 + 39 and 44 + 45; 512 tokens on 24 86 + 107 and 81 + 121, on 48 59 + 71 and 61 + 63 (2x H200,
+2026-11-26)."""
 
 
 def is_ll(spec: ExchangeSpec, sms: int | None = None) -> bool:
@@ -81,8 +85,15 @@ def is_ll(spec: ExchangeSpec, sms: int | None = None) -> bool:
     >>> spec = ExchangeSpec(tokens=1024, hidden=7168, experts=256, topk=8)
     >>> is_ll(spec), is_ll(spec, sms=64), is_ll(replace(spec, tokens=2048)), is_ll(replace(spec, layout="rank"))
     (True, False, False, False)
+    >>> [is_ll(replace(spec, tokens=128), sms) for sms in (8, 16, 24, 48, 64)]
+    [False, True, True, True, True]
+    >>> is_ll(replace(spec, tokens=128, wire="float8_e4m3"), sms=24)
+    False
     """
-    most = FEW_BYTES if sms is None else min(FEW_BYTES, sms * FEW_BYTES_OF_SM)
+    most = FEW_BYTES
+    if sms is not None:
+        mixed = is_mixed_ll(sms, spec.dispatch_wire == FP8)
+        most = min(most, sms * (FEW_BYTES_OF_MIXED_SM if mixed else FEW_BYTES_OF_SM))
     small = spec.tokens <= FEW_TOKENS and spec.tokens * spec.row_bytes <= most
     retypes = spec.combine_wire != spec.dtype
     return small and spec.layout == "expert" and not spec.by_copy_engine and not retypes

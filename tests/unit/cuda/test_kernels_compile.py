@@ -46,7 +46,7 @@ from raymoe.exchange.peer.dispatch import (
     pack_source,
     routed_again,
 )
-from raymoe.exchange.peer.ll import combine_ll_source, dispatch_ll_source
+from raymoe.exchange.peer.ll import LlGrid, combine_ll_source, dispatch_ll_source
 from raymoe.exchange.slot_kernel import MARK_DISPATCH, TAKE_SLOTS
 from raymoe.packaged import packaged_folder
 from raymoe.transport.copy_kernel import COPY, MOST_TRANSFERS, CopyParams, Transfer
@@ -86,6 +86,8 @@ MIXED = (
     in_mixed_blocks(routed_again(in_groups(dispatch_source(chunked=True))), 2),
 )
 """Dispatches on few SMs, whose blocks send and place."""
+MIXED_LL = LlGrid(2, 2, 1, mixed=True)
+"""Few tokens on few SMs likewise."""
 SOURCES = (
     *BEFORE_HOPPER,
     *ON_ROWS,
@@ -135,6 +137,8 @@ SOURCES = (
     routed_again(dispatch_ll_source()),
     routed_again(in_groups(dispatch_ll_source())),
     *(dispatch_ll_source(dtype, fp8=True) for dtype in DTYPES),
+    *(MIXED_LL.build_of(dispatch_ll_source(fp8=fp8)) for fp8 in (False, True)),
+    *(MIXED_LL.build_of(combine_ll_source(dtype)) for dtype in DTYPES),
     dispatch_source(traces=True),
     dispatch_ll_source(traces=True),
     combine_source("bfloat16", traces=True, warps=WIDE),
@@ -142,7 +146,7 @@ SOURCES = (
     *(combine_ll_source(dtype) for dtype in DTYPES),
 )
 """The kernels as they are launched, with each set of defines."""
-HOPPER = {source for source in SOURCES if ("BLOCK_WARPS", str(WIDE)) in source.defines}
+HOPPER = {source for source in SOURCES if ("BLOCK_WARPS", str(WIDE)) in source.defines and source.stem == "combine"}
 NARROW = {source for source in SOURCES if source.stem == "combine" and source not in HOPPER}
 ONE_OF_EACH = {source.stem: source for source in reversed(PIPE)}
 HOPPER |= set(PIPE) - set(ONE_OF_EACH.values())

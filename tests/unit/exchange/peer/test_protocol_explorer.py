@@ -47,7 +47,13 @@ def test_the_protocol_holds_for_three_epochs_in_any_order(ranks, program):
 
 
 def _case_id(case: Case) -> str:
-    also = [case.own, "mixed" * bool(case.mixed), "refused" * bool(case.refused), case.layout * (case.layout == "rank")]
+    also = [
+        case.own,
+        "one block" * case.one_block,
+        "mixed" * bool(case.mixed),
+        "refused" * bool(case.refused),
+        case.layout * (case.layout == "rank"),
+    ]
     return ", ".join([f"{case.ranks} ranks", case.program, *filter(None, also)])
 
 
@@ -204,6 +210,8 @@ def test_lines_hold_in_any_order_of_operations(ranks, program):
     "case",
     [
         Case(2, "FD FC FD FC FD FC", (full(2, 3),)),
+        Case(2, "FD FC D C FD FC", (full(2, 2),), one_block=True),
+        Case(3, "FD FC FD FC FD FC", ALL_3, one_block=True, refused=((1, 1), (2, 2))),
         Case(2, "FD DS FC1 DR C2 FD", BOTH),
         Case(3, "FD", ALL_3),
         Case(3, "FD FC FD FC FD FC", (SPARSE, empty(3), SPARSE), counting_blocks=0),

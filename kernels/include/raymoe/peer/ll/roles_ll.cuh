@@ -3,14 +3,21 @@
 // Stores to a full link stall the warps that make them, and may delay the other loads of their SM. So warps that wait
 // for peers should be on other SMs, and whole SMs are assigned. A launch that fills the GPU may have a second round of
 // blocks. Block i of that round is assumed to share the SM of block i of the first round. Only speed depends on that.
+//
+// On few SMs (a build with MIXED_ROLES) every block works on what leaves, and then on what arrives. It has twice the
+// warps. What leaves waits for nothing.
 #pragma once
 
 #include "raymoe/peer/dispatch/dispatch.cuh"
 
 namespace raymoe {
 
+#ifndef MIXED_ROLES
+#define MIXED_ROLES 0  // 1: every block does both kinds of work
+#endif
+
 struct Role {
-    bool leaves;  // works on what leaves
+    bool leaves;  // works on what leaves; else, or with MIXED_ROLES also, on what arrives
     u32 place;    // among the SMs of its kind
     u32 round;    // 0: the first block of its SM
     u32 number;   // among the blocks of its kind, the first round before the second
@@ -18,6 +25,13 @@ struct Role {
 
     // The first `leaving` SMs work on what leaves, the other `arriving` SMs on what arrives.
     __device__ __forceinline__ Role(u32 leaving, u32 arriving) {
+        if constexpr (MIXED_ROLES) {
+            leaves = true;
+            place = number = blockIdx.x;
+            round = 0;
+            blocks = gridDim.x;
+            return;
+        }
         const u32 all = leaving + arriving;
         round = blockIdx.x < all ? 0 : 1;
         const u32 at = blockIdx.x - round * all;

@@ -5,6 +5,7 @@
 #include "raymoe/peer/combine/combine.cuh"
 #include "raymoe/peer/ll/dealing.cuh"
 #include "raymoe/peer/ll/lines.cuh"
+#include "raymoe/peer/ll/roles_ll.cuh"
 #include "raymoe/base/vectors.cuh"
 
 namespace raymoe {
@@ -186,10 +187,15 @@ class FinalReduction {
     __device__ __forceinline__ bool run(u64 epoch) {
         bool ok = true;
         while (has_unit() && ok) {
+            if constexpr (MIXED_ROLES) {
+                sum_own();  // in this place alone, so the kernel has the code once
+            }
             ok = sum(epoch);
             at_ += warps_;
             begin();
-            sum_own();
+            if constexpr (!MIXED_ROLES) {
+                sum_own();
+            }
         }
         return ok;
     }
