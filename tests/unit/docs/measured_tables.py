@@ -324,7 +324,7 @@ def two_commits(first: str, columns: Mapping[str, tuple[str, str | tuple[str, ..
 def products(first: str, columns: Mapping[str, tuple[str, str]]) -> Table:
     """Medians over rows of an expert, uniform routing: by column the operation and the system."""
     keys = {name: {"op": op, "backend": system} for name, (op, system) in columns.items()}
-    shown = {name: Column("bench_products_h100", "burj", keys[name], median_only=True) for name in columns}
+    shown = {name: Column("bench_products_h100", "nysv", keys[name], median_only=True) for name in columns}
     return Table("products.md", first, shown, mean_rows)
 
 
