@@ -253,6 +253,7 @@ OTHER_LINES = (
     "few_ways_",
     "ray_tensors_",
     "replays_",
+    "shared_fp8_",
     "sm_probe_",
     "train_losses_",
 )
