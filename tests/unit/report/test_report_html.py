@@ -250,6 +250,7 @@ OTHER_LINES = (
     "beside_products_",
     "faults_",
     "few_sms_",
+    "few_tokens_",
     "few_ways_",
     "ray_tensors_",
     "replays_",
