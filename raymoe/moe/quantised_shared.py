@@ -58,7 +58,8 @@ def quantise_shared(mlp: nn.Module) -> QuantisedMlp:
     """Return a shared expert with weights of 8-bit floats, as `quantise_experts` makes them.
 
     `mlp` is that of a layer, or of transformers: `gate_proj`, `up_proj` and `down_proj`, with SiLU between. Linears
-    of `FineGrainedFP8Config` keep their values and scales.
+    of `FineGrainedFP8Config` keep their values and scales. On GPUs the result is slower than bfloat16 with up to 128
+    tokens (docs/evidence/layer.md).
 
     >>> mlp = nn.ModuleDict({"gate_proj": nn.Linear(16, 72, bias=False), "up_proj": nn.Linear(16, 72, bias=False)})
     >>> mlp["down_proj"] = nn.Linear(72, 16, bias=False)

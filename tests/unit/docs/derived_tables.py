@@ -12,7 +12,7 @@ from typing import Any
 import numpy
 
 from tests.unit.docs.hidden_exchange import MEASURED, RANKS, exchange_us, hidden_us
-from tests.unit.docs.measured_tables import DOCS
+from tests.unit.docs.measured_tables import DOCS, formatted
 from tests.unit.docs.raw_lines import BENCHMARKS, Column, date_of, lines_of
 
 Cells = Sequence[Sequence[str]]
@@ -180,26 +180,27 @@ def eager_runs() -> Cells:
 
 
 def bytes_of_8_bit_layers() -> Cells:
-    """The memory of a rank's weights in layers whose parameters are on the device meta, one of eight ranks."""
+    """The memory of a rank's weights in layers whose parameters are on the device meta."""
     import torch
 
     from raymoe.exchange.spec import ExchangeSpec
     from raymoe.moe.layer_form import LayerForm, empty_parts
 
-    def mib(spec: ExchangeSpec, ffn: int, shared: int, experts_dtype: str | None) -> float:
+    def mib(spec: ExchangeSpec, ranks: int, ffn: int, shared: int, experts_dtype: str | None) -> float:
         form = LayerForm(ffn, shared=shared, norm=1e-6, experts_dtype=experts_dtype)
-        parts = empty_parts(spec, form, spec.local_experts(ranks=8), torch.device("meta"))
+        parts = empty_parts(spec, form, spec.local_experts(ranks), torch.device("meta"))
         modules = parts.router, parts.experts, parts.shared, parts.norm
         return sum(each.nbytes for module in modules if module is not None for each in module.parameters()) / 2**20
 
     rows = []
-    for model, hidden, experts, topk, ffn, shared in (
-        ("DeepSeek-V3", 7168, 256, 8, 2048, 2048),
-        ("Qwen3-235B", 4096, 128, 8, 1536, 0),
-        ("Mixtral 8x22B", 6144, 8, 2, 16384, 0),
+    for model, ranks, hidden, experts, topk, ffn, shared in (
+        ("DeepSeek-V3", 8, 7168, 256, 8, 2048, 2048),
+        ("DeepSeek-V3, two ranks", 2, 7168, 256, 8, 2048, 2048),
+        ("Qwen3-235B", 8, 4096, 128, 8, 1536, 0),
+        ("Mixtral 8x22B", 8, 6144, 8, 2, 16384, 0),
     ):
         spec = ExchangeSpec(tokens=1, hidden=hidden, experts=experts, topk=topk)
-        wide, scaled = (mib(spec, ffn, shared, dtype) for dtype in (None, "float8_e4m3"))
+        wide, scaled = (mib(spec, ranks, ffn, shared, dtype) for dtype in (None, "float8_e4m3"))
         rows.append([model, f"{wide:.1f}", f"{scaled:.1f}", f"{100 * scaled / wide:.1f} %"])
     return rows
 
@@ -213,24 +214,27 @@ LAYERS = (
     ("DeepSeek-V3, 1", (("lbtr", "gwww"), ("ajbz", "yojt")), 1, "step", ""),
     ("DeepSeek-V3, 4096 with gradients", ("eiyg", "ajxs"), 4096, "step", "≤ 0.76"),
     ("of it `experts_backward`", ("eiyg", "ajxs"), 4096, "experts_backward", "≤ 0.72"),
-    ("DeepSeek-V3 in 8 bits, 4096", ("eqxm", "uwmy"), 4096, "step", "≤ 0.52"),
-    ("DeepSeek-V3 in 8 bits, 128", ("eqxm", "uwmy"), 128, "step", "≤ 0.58"),
-    ("DeepSeek-V3 in 8 bits, 1", ("eqxm", "uwmy"), 1, "step", "≤ 0.75"),
     ("8 bits beside 16 of `96bc87d`, 4096", (("ajbz", "yojt"), "uwmy"), 4096, "step", ""),
     ("8 bits beside 16 of `96bc87d`, 128", (("ajbz", "yojt"), "uwmy"), 128, "step", ""),
     ("8 bits beside 16 of `96bc87d`, 1", (("ajbz", "yojt"), "uwmy"), 1, "step", ""),
 )
 """Layers on two H100: the runs before and after, tokens, the part, and what was aimed at before there were kernels."""
+LAYERS_OF_8_BITS = tuple(
+    (str(count), ("ujij", "sref"), count, "step", aim)
+    for count, aim in ((4096, "≤ 0.52"), (128, "≤ 0.58"), (1, "≤ 0.75"))
+)
+"""The same of DeepSeek-V3 on two H200."""
+FILES = dict.fromkeys(("mgyt", "hynx", "ewjr", "mope", "pwls", "zczj", "uwmy"), "layer_models_h100x2")
+FILES |= dict.fromkeys(("ujij", "sref"), "layer_fp8_h200x2")
 
 
-def layers_before_and_after() -> Cells:
+def layers_before_and_after(layers: Sequence[Any] = LAYERS) -> Cells:
     def column(runs: str | tuple[str, ...], keys: Mapping[str, object], shown: str) -> Column:
-        of_models = {"mgyt", "hynx", "ewjr", "mope", "pwls", "zczj", "eqxm", "uwmy"}
-        file = "layer_models_h100x2" if runs in of_models else "layer_products_h100x2"
+        file = FILES.get(runs, "layer_products_h100x2") if isinstance(runs, str) else "layer_products_h100x2"
         return Column(file, runs, {**keys, "l2": "cold"}, shown=shown)
 
     rows = []
-    for name, runs, count, part, aim in LAYERS:
+    for name, runs, count, part, aim in layers:
         keys = {"tokens": count, "op": part}
         before, after = (column(of, keys, "us_p50").value({}) for of in runs)
         cells = [f"{before:.0f}", f"{after:.0f}", f"{after / before:.2f}", aim]
@@ -242,7 +246,22 @@ def layers_before_and_after() -> Cells:
     return rows
 
 
-PRODUCT_RUNS = {"uniform": "burj", "equal": "tjeq", "hot": "yjyb"}
+def layers_of_8_bits() -> Cells:
+    """Without what is kept for a backward pass."""
+    return [row[:-2] for row in layers_before_and_after(LAYERS_OF_8_BITS)]
+
+
+def shared_experts() -> Cells:
+    """A shared expert of DeepSeek-V3 in 16 and in 8 bits, and what quantising its rows takes alone."""
+    rows = []
+    for line in json_lines("shared_fp8_h100.jsonl"):
+        wide, scaled = line["us_wide"], line["us_scaled"]
+        times = (wide, scaled, line["us_quantise"], line["us_quantise_torch"])
+        rows.append([str(line["tokens"]), *(formatted(us) for us in times), f"{scaled / wide:.2f}"])
+    return rows
+
+
+PRODUCT_RUNS = {"uniform": "nysv", "equal": "ywys", "hot": "qqrn"}
 
 
 def product_time(kind: str, op: str, system: str, rows: int) -> float:
@@ -251,11 +270,15 @@ def product_time(kind: str, op: str, system: str, rows: int) -> float:
     return Column("bench_products_h100", PRODUCT_RUNS[kind], keys).value({})
 
 
+SYSTEMS = {"raymoe, 8 bits": "raymoe_fp8", "SwiGLU": "raymoe", "SwiGLU, 8-bit results": "raymoe_fp8_quantised"}
+"""The names of the table that are no names of systems. Those with SwiGLU are of the operation `up_swiglu`."""
 AIMS = (
-    ("uniform", 256, "grouped_mm", "raymoe", "≥ 1.35"),
-    ("uniform", 512, "grouped_mm", "raymoe", "≥ 1.15"),
     ("uniform", 1024, "grouped_mm", "raymoe", "≥ 1.08"),
+    ("uniform", 512, "grouped_mm", "raymoe", "≥ 1.15"),
+    ("uniform", 256, "grouped_mm", "raymoe", "≥ 1.35"),
     ("uniform", 128, "grouped_mm", "raymoe", "≥ 1.12"),
+    ("uniform", 64, "grouped_mm", "raymoe", "≥ 1"),
+    ("uniform", 32, "grouped_mm", "raymoe", "≥ 1"),
     ("uniform", 128, "copy", "raymoe", "≥ 0.88"),
     ("uniform", 64, "copy", "raymoe", "≥ 0.92"),
     ("uniform", 32, "copy", "raymoe", "≥ 0.92"),
@@ -264,21 +287,33 @@ AIMS = (
     ("equal", 512, "grouped_mm", "raymoe", "≥ 0.98"),
     ("equal", 1024, "grouped_mm", "raymoe", "≥ 0.98"),
     ("hot", 1024, "raymoe", "grouped_mm", "≤ 1.1"),
+    ("uniform", 8, "SwiGLU", "raymoe", "≤ 1.02"),
+    ("uniform", 512, "SwiGLU", "raymoe", "≤ 1.02"),
     ("equal", 512, "raymoe, 8 bits", "dense", "≤ 0.60, 0.57"),
     ("uniform", 256, "raymoe, 8 bits", "dense", "≤ 0.80"),
     ("uniform", 8, "raymoe, 8 bits", "raymoe", "≤ 0.53"),
+    ("uniform", 16, "raymoe, 8 bits", "raymoe", "≤ 0.53"),
+    ("uniform", 8, "half a copy", "raymoe, 8 bits", "≥ 0.90"),
+    ("uniform", 16, "half a copy", "raymoe, 8 bits", "≥ 0.90"),
+    ("uniform", 512, "SwiGLU, 8-bit results", "raymoe, 8 bits", "≤ 1.04"),
+    ("uniform", 4096, "SwiGLU, 8-bit results", "raymoe, 8 bits", "≤ 1.04"),
+    ("equal", 512, "SwiGLU, 8-bit results", "raymoe, 8 bits", "≤ 1.04"),
 )
 """Ratios of two systems' times, by the kind and the number of rows, and what was aimed at before there were kernels."""
 
 
 def product_ratios() -> Cells:
     def time(kind: str, op: str, system: str, rows: int) -> float:
-        return product_time(kind, op, {"raymoe, 8 bits": "raymoe_fp8"}.get(system, system), rows)
+        if system == "half a copy":
+            return product_time(kind, op, "copy", rows) / 2
+        op = "up_swiglu" if system.startswith("SwiGLU") else op
+        return product_time(kind, op, SYSTEMS.get(system, system), rows)
 
     rows = []
     for kind, count, above, below, aim in AIMS:
-        ratios = [f"{time(kind, op, above, count) / time(kind, op, below, count):.2f}" for op in ("up", "down")]
-        rows.append([f"{above} ÷ {below}", f"{kind}, {count}", *ratios, aim])
+        ops = ("up",) if above.startswith("SwiGLU") else ("up", "down")
+        ratios = [f"{time(kind, op, above, count) / time(kind, op, below, count):.2f}" for op in ops]
+        rows.append([f"{above} ÷ {below}", f"{kind}, {count}", *ratios, *[""] * (2 - len(ops)), aim])
     return rows
 
 
@@ -367,6 +402,8 @@ DERIVED = [
     Derived("evidence/layer.md", "two H100, tokens", layers_before_and_after),
     Derived("evidence/layer.md", "optimizer, ms", captured_layers),
     Derived("evidence/layer.md", "part of a step, µs", fp8_forward),
+    Derived("evidence/layer.md", "two H200, tokens", layers_of_8_bits),
+    Derived("evidence/layer.md", "tokens, one H100", shared_experts),
     Derived("evidence/archive.md", "router, µs", routers),
     Derived("evidence/rows.md", "host µs of a call", eager_calls),
     Derived("evidence/experiments/backends.md", "date", eager_runs),

@@ -56,7 +56,7 @@ FIGURES = {
     "layer-parts-h200": ("layer-parts", (Source("layer_h200", "nbla"),)),
     "products-up-h100": (
         "products-up",
-        (Source("bench_products_h100", "burj", ("raymoe", "grouped_mm", "dense", "copy", "raymoe_fp8")),),
+        (Source("bench_products_h100", "nysv", ("raymoe", "grouped_mm", "dense", "copy", "raymoe_fp8")),),
     ),
     "rms_norm-sms-h100": ("bandwidth-rms_norm-sms", (Source("norm_sms_h100", "mast"),)),
     "rms_norm-stages-h100": ("bandwidth-rms_norm-stages", (Source("norm_sms_h100", "mast"),)),

@@ -312,7 +312,7 @@ def layer_parts(first: str, file: str, run: str, counts: tuple[int, ...]) -> Tab
     return Table("evidence/layer.md", first, columns, operation)
 
 
-MODELS, PRODUCTS = "layer_models_h100x2", "layer_products_h100x2"
+MODELS, PRODUCTS, FP8 = "layer_models_h100x2", "layer_products_h100x2", "layer_fp8_h200x2"
 
 
 def two_commits(first: str, columns: Mapping[str, tuple[str, str | tuple[str, ...], int]]) -> Table:
@@ -324,7 +324,7 @@ def two_commits(first: str, columns: Mapping[str, tuple[str, str | tuple[str, ..
 def products(first: str, columns: Mapping[str, tuple[str, str]]) -> Table:
     """Medians over rows of an expert, uniform routing: by column the operation and the system."""
     keys = {name: {"op": op, "backend": system} for name, (op, system) in columns.items()}
-    shown = {name: Column("bench_products_h100", "burj", keys[name], median_only=True) for name in columns}
+    shown = {name: Column("bench_products_h100", "nysv", keys[name], median_only=True) for name in columns}
     return Table("products.md", first, shown, mean_rows)
 
 
@@ -391,11 +391,11 @@ TABLES = [
         },
     ),
     two_commits(
-        "DeepSeek-V3, 8 bits, tokens",
+        "DeepSeek-V3, tokens",
         {
-            f"{count}, {bits} bits `{commit}`": (MODELS, run, count)
+            f"{count}, {bits} bits `{commit}`": (FP8, run, count)
             for count in (4096, 128, 1)
-            for bits, commit, run in ((16, "2bd4ba3", "eqxm"), (8, "c843c26", "uwmy"))
+            for bits, commit, run in ((16, "2bd4ba3", "ujij"), (8, "2c3ab8f", "sref"))
         },
     ),
     products(

@@ -8,8 +8,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from raymoe.fp8 import dequantise, quantise, quantise_weight
+from raymoe.fp8 import quantise_weight
 from tests.unit.integrations.test_transformers import FAMILIES, SIZES
+from tests.unit.moe.scaled_reference import as_multiplied
 
 WIDE = {"hidden_size": 256, "moe_intermediate_size": 128, "intermediate_size": 128}
 EXACT = 1e-2
@@ -20,11 +21,11 @@ QUANTISED = 2 * ROUNDING
 """Three errors, whose squares add: rows are rounded before gate and up, which multiply, and before down."""
 
 
-def wide_model(family: str) -> Any:
+def wide_model(family: str, **sizes: int) -> Any:
     """Make a tiny model with random weights."""
     import transformers
 
-    config = getattr(transformers, f"{family}Config")(**{**SIZES, **FAMILIES[family], **WIDE})
+    config = getattr(transformers, f"{family}Config")(**{**SIZES, **FAMILIES[family], **WIDE, **sizes})
     torch.manual_seed(0)
     model = getattr(transformers, f"{family}ForCausalLM")(config)
     for parameter in model.parameters():
@@ -67,18 +68,19 @@ def write_model(folder: str, family: str, ue8m0: bool = False) -> None:
 
 
 class ExactExperts(nn.Module):
-    """The experts of a widened module, for rows that are quantised before each product, in float64."""
+    """The experts of a widened module in float64, for rows that are quantised before each product unless said."""
 
-    def __init__(self, experts: Any) -> None:
+    def __init__(self, experts: Any, quantises: bool = True) -> None:
         super().__init__()
+        self.quantises = quantises
         self.gate_up, self.down = experts.gate_up_proj.double(), experts.down_proj.double()
 
     def forward(self, x: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
-        y, rows = torch.zeros_like(x, dtype=torch.float64), dequantise(*quantise(x)).double()
+        y, rows = torch.zeros_like(x, dtype=torch.float64), as_multiplied(x, self.quantises)
         for expert, (gate_up, down) in enumerate(zip(self.gate_up, self.down, strict=True)):
             token, choice = (ids == expert).nonzero(as_tuple=True)
             gate, up = (rows[token] @ gate_up.T).chunk(2, dim=-1)
-            h = dequantise(*quantise((gate * gate.sigmoid() * up).float())).double()
+            h = as_multiplied(gate * gate.sigmoid() * up, self.quantises)
             y.index_add_(0, token, weights[token, choice, None].double() * (h @ down.T))
         return y.to(x.dtype)
 

@@ -19,8 +19,10 @@ import torch.distributed as dist
 from torch import Tensor
 
 from raymoe.memory.world import World
+from tests.unit.integrations import fp8_logits
 from tests.unit.integrations.fp8_models import EXACT, QUANTISED, ExactExperts, fp8_experts, write_model
 from tests.unit.moe.scaled_reference import rms_error_of
+from tests.unit.moe.test_fp8_accuracy import compare_with_the_page
 from tests.unit.ranks import RankPool
 
 
@@ -93,6 +95,14 @@ def test_a_registered_model_computes_8_bit_experts(
         assert found["dtype"] == torch.float8_e4m3fn
         assert found["scales"] == (torch.float8_e8m0fnu if ue8m0 else torch.float32)
         assert found["exact"] < EXACT < found["wide"] < QUANTISED and found["mistake"] > 2 * QUANTISED, found
+
+
+def test_logits_of_layers_have_the_errors_of_rows_that_torch_quantises() -> None:
+    rows = compare_with_the_page(fp8_logits.table())
+    assert len(rows) == len(fp8_logits.FAMILIES)
+    for name, *cells in rows:
+        same, by_torch, wide, _ = (float(cell.split(" / ")[0]) for cell in cells)
+        assert 0 < same < 1.15 * by_torch and same < wide, name
 
 
 def run_refused_steps(world: World, store: str) -> list[str]:

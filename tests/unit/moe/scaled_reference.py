@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 import torch
 from torch import Tensor
 
@@ -15,33 +17,42 @@ SCALED = ["gate_up_proj", "gate_up_proj_scale_inv", "down_proj", "down_proj_scal
 """The names of the weights, values before scales."""
 
 
-def wanted(layer: MoELayer, weights: dict[str, Tensor], x: Tensor) -> Tensor:
-    """Return the output of a layer with norm, shared expert and residual. `weights` has the experts of all ranks.
+def wanted(layer: MoELayer, weights: dict[str, Tensor], x: Tensor, quantises: bool = True) -> Tensor:
+    """Return the output of a layer with norm and shared expert, and x. `weights` has the experts of all ranks.
 
-    Rows between the products are quantised too. The layer itself chooses experts, and
-    its shared expert has the weights of its own.
+    With `quantises` rows become 8-bit values, and those between the products too. The layer itself chooses experts,
+    and its shared expert has the weights of its own.
     """
     rows, x = x.dtype, x.double()
     h = x * (x.square().mean(dim=-1, keepdim=True) + EPS).rsqrt()
-    h = h.to(rows).double()  # as the router, the shared expert and the exchange get it
+    h = h.to(rows)  # as the router, the shared expert and the exchange get it
     routed = layer.gate(layer.norm(x.to(rows)))
-    biased, scaled = layer.experts.activation == GPT_OSS, dequantise(*quantise(h.to(rows))).double()
-    shared = [getattr(layer.shared_experts, name) for name in SCALED]
-    gate_up, down = (dequantise_weight(*shared[at : at + 2]).double() for at in (0, 2))
+    biased, scaled = layer.experts.activation == GPT_OSS, as_multiplied(h, quantises)
+    gate_up, down = in_float64(dict(layer.shared_experts.named_parameters()))
     gate, up = (scaled @ gate_up.T).chunk(2, dim=-1)
-    y = x + dequantise(*quantise((gate * gate.sigmoid() * up).float())).double() @ down.T
+    y = x + as_multiplied(gate * gate.sigmoid() * up, quantises) @ down.T
     for expert in range(len(layer.gate.weight)):
         token, choice = (routed.topk_idx == expert).nonzero(as_tuple=True)
-        up_proj, down = (dequantise_weight(*(weights[name][expert] for name in SCALED[at : at + 2])) for at in (0, 2))
-        products = scaled[token] @ up_proj.double().T
+        gate_up, down = in_float64({name: each[expert] for name, each in weights.items()})
+        products = scaled[token] @ gate_up.T
         if biased:
             products += weights["gate_up_proj_bias"][expert].double()
-        inner = layer.experts.activation._by_row(products)
-        row = dequantise(*quantise(inner.float())).double() @ down.double().T
+        row = as_multiplied(layer.experts.activation._by_row(products), quantises) @ down.T
         if biased:
             row += weights["down_proj_bias"][expert].double()
         y.index_add_(0, token, routed.topk_weights[token, choice, None].double() * row)
     return y
+
+
+def as_multiplied(rows: Tensor, quantises: bool) -> Tensor:
+    """Return rows in float64, as they are or as 8-bit values have them."""
+    return dequantise(*quantise(rows.float())).double() if quantises else rows.double()
+
+
+def in_float64(weights: Mapping[str, Tensor]) -> list[Tensor]:
+    """Return gate_up_proj and down_proj of an expert, whose weights are wide or 8-bit values."""
+    pairs = [(weights[name], weights.get(f"{name}_scale_inv")) for name in ("gate_up_proj", "down_proj")]
+    return [(each if scales is None else dequantise_weight(each, scales)).double() for each, scales in pairs]
 
 
 def error_of(y: Tensor, want: Tensor) -> float:

@@ -9,8 +9,10 @@ import torch
 
 from raymoe.fp8 import quantise
 from tests.python_path import REPOSITORY
+from tests.unit.moe import fp8_layer_accuracy
 from tests.unit.moe.fp8_accuracy import CASES, HEAD, AccuracyCase, half_units, numbers, table
 from tests.unit.moe.grouped_cases import RowsCase
+from tests.unit.ranks import RankPool
 
 PAGE = REPOSITORY / "docs" / "products.md"
 
@@ -48,16 +50,34 @@ def test_half_a_unit_is_the_largest_error_of_a_rounding() -> None:
     assert 0.4 < float(part.mean()) < 0.6, "errors are spread evenly"
 
 
-def test_the_page_has_the_table_that_the_command_prints() -> None:
-    shown = PAGE.read_text()
-    begin = shown.index(f"| {HEAD[0]} |")
-    have, want = (
-        [[cell.strip() for cell in line.strip("|").split("|")] for line in lines]
-        for lines in (shown[begin:].split("\n\n")[0].splitlines(), table())
-    )
+def cells_of(lines: list[str]) -> list[list[str]]:
+    return [[cell.strip() for cell in line.strip("|").split("|")] for line in lines]
+
+
+def compare_with_the_page(printed: list[str]) -> list[list[str]]:
+    """Return the rows of the table that the page has with this head, if they are those that a command prints."""
+    shown, want = PAGE.read_text(), cells_of(printed)
+    begin = shown.index(f"| {want[0][0]} |")
+    have = cells_of(shown[begin:].split("\n\n")[0].splitlines())
     assert have[:2] == want[:2] and [row[0] for row in have] == [row[0] for row in want]
     for row, computed in zip(have[2:], want[2:], strict=True):
         for cell, other in zip(row[1:], computed[1:], strict=True):
-            assert re.fullmatch(r"\d+\.\d\d / \d+\.\d\d", cell), cell
             for number, now in zip(cell.split(" / "), other.split(" / "), strict=True):
                 assert float(number) == pytest.approx(float(now), rel=0.02, abs=0.01), (row[0], cell, other)
+    return have[2:]
+
+
+def test_the_page_has_the_table_that_the_command_prints() -> None:
+    for row in compare_with_the_page(table()):
+        assert all(re.fullmatch(r"\d+\.\d\d / \d+\.\d\d", cell) for cell in row[1:]), row
+
+
+@pytest.mark.thorough
+def test_a_whole_layer_has_the_errors_of_rows_that_torch_quantises(pool: RankPool) -> None:
+    rows = compare_with_the_page(fp8_layer_accuracy.table(pool))
+    assert len(rows) == len(fp8_layer_accuracy.CASES)
+    for name, same, by_torch, ratio, wide, _ in rows:
+        assert 1 <= float(ratio) <= 1.15, (name, same, by_torch)
+        assert float(same.split(" / ")[0]) < float(wide.split(" / ")[0]) < 7, name
+        if name.endswith("with x"):
+            assert float(same.split(" / ")[0]) <= 4, name

@@ -250,9 +250,11 @@ OTHER_LINES = (
     "beside_products_",
     "faults_",
     "few_sms_",
+    "few_tokens_",
     "few_ways_",
     "ray_tensors_",
     "replays_",
+    "shared_fp8_",
     "sm_probe_",
     "train_losses_",
 )
