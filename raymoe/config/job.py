@@ -161,14 +161,13 @@ def without(plain: dict[str, Any], path: Sequence[str]) -> dict[str, Any]:
 
 class Job(Section):
     name: str = Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9_.-]{0,63}$", examples=["my-exchange"])
-    """1 to 64 letters, digits, dots, dashes and underscores, with which run directories begin. Default: the name of
-    the config file."""
+    """1 to 64 letters, digits, dots, dashes and underscores, with which run directories begin. Default: the
+    file's name."""
     workload: Literal["p2p", "exchange", "overlap", "pointwise", "products", "layer", "train"] = Field(
         examples=["exchange"]
     )
     """A step: messages between ranks (p2p), dispatch and combine (exchange), these beside a matrix product (overlap), a
-    norm or activation over rows (pointwise), the products of experts (products), an MoE layer (layer), or a step of
-    training (train)."""
+    norm or activation (pointwise), products of experts (products), an MoE layer (layer), or training (train)."""
     world: WorldSection = WorldSection()
     shape: ShapeSection = ShapeSection()
     routing: RoutingSection = RoutingSection()
@@ -183,8 +182,8 @@ class Job(Section):
     matrix: dict[str, Annotated[tuple[Scalar, ...], Field(strict=False, min_length=1)]] = Field(
         default_factory=dict, examples=[{"exchange.backend": ["host", "collective"], "shape.tokens": [128, 512]}]
     )
-    """Keys with lists of values. Every combination is a case, at most 1000. Keys of world and keys that take a list
-    cannot vary."""
+    """Lists of values. Every combination is a case, at most 1000. Keys of world and keys that take a list cannot
+    vary."""
 
     def resolved(self) -> dict[str, Any]:
         """Return every key that means something in this job, as plain values. `job_from_resolved` reads them back."""

@@ -23,15 +23,14 @@ Wrong = tuple[str, str, str | None]
 
 
 class ProgramSection(Section):
-    """A Python program instead of a config: one of `file` and `module`. Its variable RAYMOE_OUT has its directory for
-    results."""
+    """A program instead of a config: one of `file` and `module`. RAYMOE_OUT has its directory for results."""
 
     file: Text | None = Field(default=None, examples=["train.py"])
     """Python file in runtime_env.working_dir, relative to this file."""
     module: Text | None = Field(default=None, examples=["my_package.train"])
     """Module, as python -m takes it: uploaded by runtime_env, or installed."""
     arguments: Texts = Field(default=(), examples=[["--steps", "24"]])
-    """Words for the program. {out} becomes its directory for results, {run} the run's name."""
+    """Words for the program: {out} becomes its directory for results, {run} the run's name."""
 
     @property
     def called(self) -> str:

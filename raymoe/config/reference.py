@@ -19,9 +19,8 @@ Schema = Mapping[str, Any]
 _TOP = """\
 # Configuration
 
-A config says what to run (`raymoe run CONFIG`). A job of `jobs/` names a config or a program, and says where and how a
-cluster runs it (`raymoe submit JOB`). `raymoe schema --markdown` writes this page from `raymoe/config/`. Editors read
-the JSON Schemas:
+A config says what to run (`raymoe run CONFIG`). A job says where and how a cluster runs a config or a program
+(`raymoe submit JOB`). `raymoe schema --markdown` writes this page. Editors read the JSON Schemas:
 
 ```
 raymoe schema > raymoe.schema.json
@@ -30,14 +29,14 @@ raymoe schema --job > raymoe-job.schema.json
 
 ## How a config is read
 
-* Only `workload` is required. `raymoe show CONFIG` prints a config with all defaults.
+* Only `workload` is required. `raymoe show CONFIG` prints all defaults.
 * `--set shape.tokens=128` changes a key. It may be repeated.
 * A path that exists is a file. Any other name is a packaged config (`configs/`) or job (`jobs/`).
-* Unknown or duplicate keys, wrong types and impossible values are errors. `raymoe validate CONFIG...` reports all at
-  once, with file, line, key and the nearest right name; also values that do not fit together.
+* Unknown or duplicate keys, wrong types, and values that are impossible or do not fit together are errors.
+  `raymoe validate CONFIG...` reports all at once, with file, line, key and the nearest right name.
 * `on`, `yes` and `010` are text, and `1e-3` is a number, unlike in YAML 1.1.
-* A size is a number of bytes, or a number with one of the units B, KiB, MiB, GiB, TiB, kB, MB and GB.
-* A section or key *for* other workloads is ignored. *Only with* means that without it the key is an error.
+* A size is in bytes, or has a unit: B, KiB, MiB, GiB, TiB, kB, MB or GB.
+* A section or key *for* other workloads is ignored. A key *only with* another one is an error without it.
 """
 
 _JOBS = """\
@@ -125,7 +124,7 @@ class Key:
     @property
     def needs_example(self) -> bool:
         """Whether the type alone leaves open how a value is written."""
-        return any(word in self.kind for word in ("text", "list", "mapping"))
+        return any(word in self.kind for word in ("list", "mapping"))
 
 
 def keys(schema: Schema) -> Iterator[Key]:

@@ -176,22 +176,21 @@ Stages = Annotated[int, Field(ge=1, le=64)]
 
 
 class WorldSection(Section):
-    """The ranks: how many, on what, and how long they wait."""
+    """The ranks, and how long they wait."""
 
     ranks: int = Field(default=4, ge=1, le=1024, examples=[8])
-    """R, the number of ranks. Each is a Ray actor; on GPUs each has a GPU of its own."""
+    """R, the ranks: Ray actors, on GPUs each with one of its own."""
     domain: Annotated[Count | Literal["auto"], BeforeValidator(_auto_or_count)] = Field(default="auto", examples=[8])
-    """Ranks in a domain: they are on one node and map one another's memory; a network connects domains. auto: one
-    domain if a node can hold all ranks, else the fewest equal domains that nodes can hold. A number divides
-    world.ranks; if too few nodes can hold a domain, all are on one node and pretend to be apart. Several domains need
-    workload exchange or layer."""
+    """Ranks in a domain, on one node; a network connects domains. auto: one domain if a node can hold all ranks, else
+    the fewest equal ones. A number divides world.ranks; if too few nodes can hold a domain, all are on one node and
+    pretend to be apart. Several domains need workload exchange or layer."""
     device: Literal["auto", "cuda", "cpu"] = Field(default="auto", examples=["cpu"])
-    """auto is cuda if the cluster has GPUs, even too few, and the workload can use them. For workload layer, auto is
-    cpu unless the backend needs GPUs."""
+    """auto: cuda if the cluster has GPUs, even too few, and the workload can use them; for workload layer, cpu unless
+    the backend needs GPUs."""
     cpus: float = Field(default=0.5, ge=0.001, le=1024, examples=[1])
-    """Ray CPUs that a rank asks for. They matter for placement only."""
+    """Ray CPUs of a rank, for placement only."""
     share_gpu: bool = Field(default=False, examples=[True])
-    """Whether all ranks share one GPU: for tests of results, not of time. Needs device cuda."""
+    """Whether all ranks share one GPU, to test results, not time. Needs device cuda."""
     restarts: int = Field(default=1, ge=0, le=100, examples=[0])
     """Restarts of the gang after a lost rank. Finished cases are kept."""
     placement_timeout_s: float = Field(default=60.0, gt=0, le=86400, examples=[3600])
@@ -215,9 +214,9 @@ class ShapeSection(Section):
     tokens: int = Field(default=512, ge=1, le=MOST_TOKENS, examples=[4096])
     """T, the tokens of a rank in a step; with routing.ragged the most."""
     hidden: int = Field(default=1024, ge=1, le=MOST_HIDDEN, examples=[7168])
-    """H, the elements of a row. A row's bytes must be a multiple of 16."""
+    """H, the elements of a row, whose bytes are a multiple of 16."""
     experts: int = Field(default=32, ge=1, le=MOST_EXPERTS, examples=[256])
-    """E, the experts of all ranks together. world.ranks must divide it, unless exchange.slots is given."""
+    """E, all experts. world.ranks divides it, unless exchange.slots is given."""
     topk: int = Field(default=4, ge=1, le=MOST_TOPK, examples=[8])
     """K, the experts of a token: at most shape.experts."""
     ffn: int = Field(default=512, ge=1, le=2**20, examples=[2048])
@@ -227,41 +226,40 @@ class ShapeSection(Section):
 
 
 class RoutingSection(Section):
-    """The choice of experts, by seed, rank and step alone: all backends get the same."""
+    """The choice of experts, the same for all backends."""
 
     kind: Literal["uniform", "zipf", "hot", "trace"] = Field(default="uniform", examples=["zipf"])
-    """All experts alike, by a Zipf law, one hot expert, or from a recorded trace."""
+    """Equal chances, a Zipf law, one hot expert, or a recorded trace."""
     seed: int = Field(default=0, ge=0, lt=2**63, examples=[17])
     """Seed of routing, tokens and weights."""
     alpha: float = Field(default=1.0, gt=0, le=100, examples=[1.2])
-    """Exponent of the Zipf law: the i-th most popular expert, from 0, is chosen in proportion to (i + 1) ^ -alpha."""
+    """The i-th most popular expert, from 0, is chosen in proportion to (i + 1) ^ -alpha."""
     share: float = Field(default=0.5, ge=0, le=1, examples=[0.9])
-    """Share of the tokens whose first choice is the hot expert."""
+    """Share of tokens whose first choice is the hot expert."""
     file: str | None = Field(default=None, min_length=1, examples=["ids.npy"])
-    """File of recorded expert ids, relative to the config: integers that numpy.save wrote, of shape [tokens, topk] or
-    [steps, tokens, topk], with the tokens of one rank or of all. `raymoe.moe.RoutingTrace` writes it."""
+    """Expert ids that `raymoe.moe.RoutingTrace` or numpy.save wrote, relative to the config: integers [tokens, topk] or
+    [steps, tokens, topk], of one rank or of all."""
     masked: float = Field(default=0.0, ge=0, le=1, examples=[0.1])
     """Share of the ids that are -1, no expert."""
     ragged: bool = Field(default=False, examples=[True])
-    """Whether ranks hold different numbers of tokens: one rank none, one shape.tokens."""
+    """Whether ranks hold different numbers of tokens, from none to shape.tokens."""
 
 
 class WireSection(Section):
     """Types of the rows on the link."""
 
     dispatch: DispatchWire | None = Field(default=None, examples=["float8_e4m3"])
-    """Type of rows on the way to the experts; float8_e4m3 has a scale for 128 values. Default: shape.dtype."""
+    """Type of rows to the experts, by default shape.dtype; float8_e4m3 has a scale for 128 values."""
     combine: Dtype | None = Field(default=None, examples=["float32"])
-    """Type of rows on the way back. Each rank sums a token's rows in float32 and rounds once to this type. Default:
-    shape.dtype."""
+    """Type of rows on the way back, by default shape.dtype, to which each rank rounds its float32 sums."""
 
 
 class NetSection(Section):
     """Rows between domains of GPU ranks."""
 
     chunk: Annotated[Tokens | Literal["auto"], BeforeValidator(_auto_or_tokens)] = Field(default="auto", examples=[512])
-    """Tokens that cross the network at a time, while the exchange inside a domain (fused) runs. auto: at most 8 chunks
-    of at least 4 MiB; one where the exchange inside takes all rows at once, or sms leaves no SM to NCCL."""
+    """Tokens that cross the network at a time, beside the exchange inside a domain. auto: at most 8 chunks of at least
+    4 MiB; one where that exchange takes all rows at once, or sms leaves NCCL no SM."""
 
 
 class ExchangeSection(Section):
@@ -271,28 +269,26 @@ class ExchangeSection(Section):
         "auto", "fused", "staged", "collective", "allgather", "host", "row_push", "nccl_bare", OtherSystem
     ] = Field(default="auto", examples=["collective"])
     """GPU ranks: one kernel each way (fused) or several (staged). CPU ranks: shared memory (host). Both: NCCL or Gloo
-    (collective, allgather). The others serve comparison on GPUs: row_push pushes rows to known slots, nccl_bare makes
-    only NCCL's calls, nvshmem is torch's all_to_all_vdev_2d; deepep_v2, nccl_ep and nccl_ep_ll are libraries to
-    install."""
+    (collective, allgather). For comparison on GPUs: rows to known slots (row_push), NCCL's calls alone (nccl_bare),
+    torch's all_to_all_vdev_2d (nvshmem), and libraries to install (deepep_v2, nccl_ep, nccl_ep_ll)."""
     transport: Literal["auto", "copy_engine"] = Field(default="auto", examples=["copy_engine"])
-    """auto: the backend's own way. copy_engine (staged only): it sends all rows to every rank and occupies no SM."""
+    """copy_engine (staged only) sends all rows to every rank and occupies no SM."""
     layout: Literal["expert", "rank", "token"] = Field(default="expert", examples=["rank"])
-    """Received rows: expert by expert, as they arrive from each rank, or one for each token and rank (token; workload
-    exchange only)."""
+    """Received rows: by expert, as they arrive from each rank, or one for each token and rank (token; workload exchange
+    only)."""
     alignment: int = Field(default=16, ge=1, le=MOST_ALIGNMENT, examples=[128])
-    """The rows of each expert start at a multiple of this many rows."""
+    """Each expert's rows start at a multiple of this many."""
     padding: Literal["any", "zero"] = Field(default="any", examples=["zero"])
     """Gaps between experts: unspecified, or zeros, which gradients of weights need."""
     slots: int | None = Field(default=None, ge=1, le=MOST_EXPERTS, examples=[36])
-    """Expert slots of a rank (workload exchange only). A plan for the case's load places the experts, and copies of
-    those with most load. Loads in results are those of slots."""
+    """Expert slots of a rank (workload exchange only). A plan for the case's load fills them with experts, and copies
+    of the busiest. Results have the loads of slots."""
     sms: Annotated[Count | Literal["auto"], BeforeValidator(_auto_or_count)] = Field(default="auto", examples=[48])
-    """SMs that the exchange's kernels may take: all (auto), or a number. Beside a matrix product 48 or 64 are best on
-    H200. NCCL chooses for collective and allgather."""
+    """SMs that the exchange's kernels may take; auto: all. NCCL chooses for collective and allgather."""
     capacity: Annotated[Rows | Factor | Literal["worst"], BeforeValidator(_rows_or_worst)] = Field(
         default="worst", examples=[8192, 1.25]
     )
-    """C, the most rows that a rank can receive: enough for any routing (worst), a number, or with a decimal point a
+    """C, the most rows that a rank can receive: those of any routing (worst), a number, or with a decimal point a
     factor of the mean, tokens x topk (layout token: x the smaller of topk and ranks). If more arrive, all ranks refuse
     the step: exit code 7."""
     wire: Annotated[WireSection, BeforeValidator(_name_or_mapping)] = Field(
@@ -302,11 +298,11 @@ class ExchangeSection(Section):
     output: Literal["raw", "dequantised"] = Field(default="dequantised", examples=["raw"])
     """Result of dispatch: values and scales (raw), or rows in shape.dtype."""
     net: NetSection = Field(default=NetSection(), examples=[{"chunk": 512}])
-    """How rows cross the network between domains of GPU ranks."""
+    """The network between domains of GPU ranks."""
 
 
 class StepsSection(Section):
-    """The steps of a case: how many, how they start, and which are checked."""
+    """The steps of a case."""
 
     warmup: int = Field(default=5, ge=0, le=1_000_000, examples=[20])
     """Steps that are not timed."""
@@ -315,11 +311,11 @@ class StepsSection(Section):
     graph: Annotated[Literal["auto", True, False], BeforeValidator(_auto_or_boolean)] = Field(
         default="auto", examples=[False]
     )
-    """Whether steps are replayed from a CUDA graph. auto: yes if possible; true: an error where it is not."""
+    """Whether a CUDA graph replays the steps. auto: where possible; true: else an error."""
     verify: bool = Field(default=True, examples=[False])
     """Whether an oracle checks the first, the last and every 50th step, untimed. A wrong result: exit code 6."""
     trace: bool = Field(default=False, examples=[True])
-    """Whether the kernels record when their blocks reach each point. Steps become a little slower."""
+    """Whether kernels record when blocks reach each point, which takes a little time."""
 
 
 class P2pSection(Section):
@@ -334,15 +330,15 @@ class P2pSection(Section):
     bytes: Annotated[tuple[Size, ...], Field(strict=False, min_length=1)] = Field(
         default=(4096, 1048576), examples=[["4KiB", "256MiB"]]
     )
-    """Message sizes, all of which are measured."""
+    """Message sizes to measure."""
     pattern: Literal["pairs", "all_to_all"] = Field(default="pairs", examples=["all_to_all"])
-    """One pair of ranks after the other (pairs), or all ranks at once (all_to_all)."""
+    """Pairs of ranks one after the other, or all ranks at once."""
     pairs: Annotated[Literal["all"] | tuple[tuple[int, int], ...], BeforeValidator(_all_or_pairs)] = Field(
         default="all", examples=[[[0, 1], [1, 0]]]
     )
-    """Pairs of [source, destination]. One is enough if links are alike."""
+    """Pairs of [source, destination]; one is enough if links are alike."""
     sms: Annotated[Count | Literal["auto"], BeforeValidator(_auto_or_count)] = Field(default="auto", examples=[16])
-    """SMs that all tma copies of a rank may take together."""
+    """SMs of all tma copies of a rank together."""
 
 
 PointwiseOp = Literal[
@@ -367,12 +363,12 @@ class PointwiseSection(Section):
     """Norms, SwiGLU and a pointwise expression over rows."""
 
     op: PointwiseOp = Field(default="rms_norm", examples=["layer_norm"])
-    """The operation over tokens x hidden elements; of swiglu, tokens x 2 ffn. In swiglu_experts the tokens fill a
-    quarter of the rows. pointwise is silu(a) * b + c with a row vector c."""
+    """The operation over tokens x hidden elements; swiglu: tokens x 2 ffn. In swiglu_experts tokens fill a quarter of
+    the rows. pointwise is silu(a) * b + c with a row vector c."""
     stages: Annotated[Stages | Literal["auto"], BeforeValidator(_auto_or_stages)] = Field(default="auto", examples=[4])
     """Stages of a block's pipeline in shared memory."""
     sms: Annotated[Count | Literal["auto"], BeforeValidator(_auto_or_count)] = Field(default="auto", examples=[48])
-    """SMs that raymoe's kernels may take: all (auto), or a number."""
+    """SMs that raymoe's kernels may take; auto: all."""
 
 
 class ProductsSection(Section):
@@ -381,18 +377,18 @@ class ProductsSection(Section):
     rows: int = Field(default=256, ge=1, le=2**20, examples=[64])
     """Rows of an expert on average; with kind hot, those of the hot one."""
     dtype: Dtype = Field(default="bfloat16", examples=["float16"])
-    """The element type of rows and weights."""
+    """Type of rows and weights."""
     kind: Literal["equal", "uniform", "zipf", "hot"] = Field(default="uniform", examples=["hot"])
-    """Every expert has as many rows (equal), each row any expert with equal chance (uniform) or in proportion to 1 / i
-    (zipf), or one expert has them and each other one 4 (hot)."""
+    """As many rows for each expert (equal), rows at random with equal chances (uniform) or in proportion to 1 / i
+    (zipf), or 4 for each but the hot one."""
 
 
 class RouterSection(Section):
     """The router of a layer."""
 
     kind: Literal["given", "softmax", "sigmoid", "chosen"] = Field(default="given", examples=["sigmoid"])
-    """given: no router and no norm; tokens follow the section routing. Else the layer's own router: softmax over all
-    experts (Mixtral, Qwen3), sigmoid of each (DeepSeek-V3), or softmax over the chosen (gpt-oss)."""
+    """given: no router and no norm, but the section routing. Else softmax over all experts (Mixtral, Qwen3), sigmoid of
+    each (DeepSeek-V3), or softmax over the chosen (gpt-oss)."""
     groups: int = Field(default=1, ge=1, le=1024, examples=[8])
     """Groups of experts. A group's score is the sum of its two best."""
     topk_groups: int = Field(default=1, ge=1, le=1024, examples=[4])
@@ -405,37 +401,36 @@ class LayerSection(Section):
     """A whole layer: norm, router, dispatch, experts, combine, shared expert, and x added."""
 
     backward: bool = Field(default=False, examples=[True])
-    """Whether a step has a backward pass: gradients of tokens and weights."""
+    """Whether a step also computes gradients of tokens and weights."""
     recompute: Annotated[Literal["nothing", "activation", "all", True, False], BeforeValidator(_recomputed_part)] = (
         Field(default="nothing", examples=["activation"])
     )
-    """Forward work that the backward pass repeats: nothing (false), the activation of the experts, or all (true)."""
+    """Forward work that the backward pass repeats: nothing (false), the experts' activation, or all (true)."""
     shared: int = Field(default=0, ge=0, le=2**20, examples=[2048])
-    """Inner size of the shared expert; 0: there is none."""
+    """Inner size of the shared expert; 0: none."""
     router: RouterSection = Field(default=RouterSection(), examples=[{"kind": "sigmoid"}])
     """The router of the layer, or none."""
     experts: Literal["swiglu", "gpt_oss"] = Field(default="swiglu", examples=["gpt_oss"])
     """SwiGLU, or gpt-oss, which clamps it and adds biases."""
     experts_dtype: Literal["float8_e4m3"] | None = Field(default=None, examples=["float8_e4m3"])
-    """The format of the weights of all experts, the shared one included, by default shape.dtype. With float8_e4m3
-    weights and rows are 8-bit values with scales, and rows cross so between GPUs. There is no backward pass then."""
+    """Format of the weights of all experts, also the shared one; default: shape.dtype. With float8_e4m3 weights and
+    rows, also between GPUs, are 8-bit values with scales, and there is no backward pass."""
     microbatches: int = Field(default=1, ge=1, le=16, examples=[2])
-    """Parts of a rank's tokens. The exchange of a part, on exchange.sms, runs beside the experts of another."""
+    """Parts of a rank's tokens. The exchange of one, on exchange.sms, runs beside the experts of another."""
 
 
 class TrainSection(Section):
-    """A small model in training, its checkpoints, and the unsharded run beside it, as a soak."""
+    """A small model in training, with checkpoints, beside an unsharded one."""
 
     layers: int = Field(default=2, ge=1, le=64, examples=[4])
     """Layers of the model: RMSNorm, sigmoid router, experts, and x added."""
     oracle: int = Field(default=20, ge=0, le=100_000, examples=[50])
-    """The first steps, in which each rank also trains the model unsharded and compares the losses. A wrong loss: exit
-    code 6."""
+    """First steps in which each rank also trains the unsharded model and compares losses. A wrong loss: exit code 6."""
     checkpoint_every: int = Field(default=50, ge=1, le=1_000_000, examples=[200])
-    """Steps between two checkpoints. After a lost rank all ranks go on from the last one."""
+    """Steps between checkpoints. After a lost rank all ranks go on from the last one."""
     folder: str | None = Field(default=None, min_length=1, examples=["/shared/soak"])
-    """Folder of the checkpoints, which all ranks reach: removed after the last step, kept after a failure for --resume.
-    Default: a temporary one of the node."""
+    """Folder of the checkpoints, which all ranks reach; default: a temporary one of the node. It is removed after the
+    last step, and kept after a failure for --resume."""
 
 
 class OverlapSection(Section):

@@ -93,9 +93,9 @@ class RuntimeEnvSection(Section):
     """Files, packages and variables of the job's processes, as Ray's documentation explains."""
 
     working_dir: Text | None = Field(default=None, examples=["."])
-    """Directory to upload, relative to this file; the job runs in it. Or the URL of a zip file."""
+    """Directory to upload, relative to this file, in which the job runs; or the URL of a zip file."""
     excludes: Texts = Field(default=(), examples=[["*.ckpt"]])
-    """Patterns of files not to upload, besides .git, .venv, runs, and those of .gitignore and .rayignore."""
+    """Files not to upload, besides .git, .venv, runs, and those of .gitignore and .rayignore."""
     py_modules: Texts = Field(default=(), examples=[["../my_package"]])
     """Packages to upload: directories or wheels, relative to this file, or URLs."""
     env_vars: dict[str, str] = Field(default_factory=dict, examples=[{"NCCL_DEBUG": "WARN"}])
@@ -121,7 +121,7 @@ class RuntimeEnvSection(Section):
 
 
 class EntrypointSection(Section):
-    """Resources to reserve for the driver. Without any it runs on the head node."""
+    """Resources of the driver. Without any it runs on the head node."""
 
     cpus: float = Field(default=0.0, ge=0, le=1024, examples=[1])
     """CPUs of the driver."""
@@ -137,20 +137,18 @@ class EntrypointSection(Section):
 
 class Submission(Section):
     config: Text | None = Field(default=None, examples=["quickstart"])
-    """A packaged config's name, or a file in runtime_env.working_dir, relative to this file. Required without a
-    program."""
+    """A packaged config, or a file in runtime_env.working_dir, relative to this file. Required without a program."""
     program: ProgramSection = ProgramSection()
     set: dict[str, Any] = Field(default_factory=dict, examples=[{"world.ranks": 8, "matrix.shape.tokens": [128, 512]}])
     """Keys of the config to change, before `raymoe submit --set` does."""
     address: Annotated[str | None, BeforeValidator(_address)] = Field(default=None, examples=["http://head:8265"])
-    """http://HOST:8265 (the cluster's dashboard), HOST:6379, or auto. Default: RAY_API_SERVER_ADDRESS, else
-    RAY_ADDRESS."""
+    """http://HOST:8265 (the dashboard), HOST:6379, or auto. Default: RAY_API_SERVER_ADDRESS, else RAY_ADDRESS."""
     runtime_env: RuntimeEnvSection = RuntimeEnvSection()
     entrypoint: EntrypointSection = EntrypointSection()
     metadata: dict[str, str] = Field(default_factory=dict, examples=[{"team": "mine"}])
     """Texts that Ray's dashboard shows with the job."""
     out: Annotated[str | None, BeforeValidator(_out)] = Field(default=None, examples=["/shared/results/{run}"])
-    """Run directory on the cluster: an absolute path, ~/… or, for a config, a URL such as s3://bucket/runs/{run}. {run}
+    """Run directory on the cluster: an absolute path, ~/… or, for a config, a URL such as s3://bucket/{run}. {run}
     becomes the run's name. Default: ~/raymoe_runs/{run} on the driver's node."""
 
 
