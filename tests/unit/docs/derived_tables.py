@@ -317,6 +317,28 @@ def product_ratios() -> Cells:
     return rows
 
 
+HOST_STEPS = {"torchtitan": "torchtitan_step_h200x2.txt", "Megatron-Core": "megatron_step_h200x2.txt"}
+HOST_COLUMNS = ("{} all-gather", "{} all-to-all", "raymoe", "raymoe, capacity 1.5", "raymoe, capacity 1.5, captured")
+
+
+def host_steps(host: str) -> Mapping[str, Mapping[str, Any]]:
+    """The lines of a framework's step, by the dispatcher."""
+    return {line["host"]: line for line in json_lines(HOST_STEPS[host])}
+
+
+def steps_of_hosts() -> Cells:
+    """The median of a step in ms, and the range of all samples."""
+    rows = []
+    for host in HOST_STEPS:
+        lines, cells = host_steps(host), [host]
+        for column in HOST_COLUMNS:
+            line = lines.get(column.format(host.removesuffix("-Core")))
+            ms = [] if line is None else [f"{line[f'us_{key}'] / 1000:.1f}" for key in ("p50", "min", "max")]
+            cells.append("{} ({} to {})".format(*ms) if ms else "")
+        rows.append(cells)
+    return rows
+
+
 BESIDE_PRODUCTS = "beside_products_h200x2.jsonl"
 FORMATS = {"bfloat16": "bf16", "float8_e4m3": "8 bits"}
 ONES = {"deepseek_v3": "DeepSeek-V3", "narrow": "4096 wide"}
@@ -392,6 +414,7 @@ def fp8_forward() -> Cells:
 
 DERIVED = [
     Derived("layer.md", "weights of a rank, MiB", bytes_of_8_bit_layers),
+    Derived("frameworks.md", "host, ms", steps_of_hosts),
     Derived("evidence/scaling.md", "two H200, µs", lines_over_tokens),
     Derived("evidence/scaling.md", "on paper, µs", hidden_on_more_gpus),
     Derived("evidence/overlap.md", "`sms`", one_after_the_other),
