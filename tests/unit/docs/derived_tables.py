@@ -330,7 +330,10 @@ def steps_of_hosts() -> Cells:
     """The median of a step in ms, and the range of all samples."""
     rows = []
     for host in HOST_STEPS:
-        lines, cells = host_steps(host), [host]
+        lines = host_steps(host)
+        commit = re.search(r"commit ([0-9a-f]{7,})", text_of(HOST_STEPS[host]))
+        assert commit, "the file names the commit of its lines"
+        cells = [f"{host}, `{commit[1]}`"]
         for column in HOST_COLUMNS:
             line = lines.get(column.format(host.removesuffix("-Core")))
             ms = [] if line is None else [f"{line[f'us_{key}'] / 1000:.1f}" for key in ("p50", "min", "max")]
@@ -429,7 +432,7 @@ def fp8_forward() -> Cells:
 
 DERIVED = [
     Derived("layer.md", "weights of a rank, MiB", bytes_of_8_bit_layers),
-    Derived("frameworks.md", "host, ms", steps_of_hosts),
+    Derived("frameworks.md", "host, commit, ms", steps_of_hosts),
     Derived("training.md", "ranks, way", losses_of_training),
     Derived("evidence/scaling.md", "two H200, µs", lines_over_tokens),
     Derived("evidence/scaling.md", "on paper, µs", hidden_on_more_gpus),
