@@ -14,10 +14,11 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
-from tests.hosts.vllm_prompts import LENGTHS, PROMPTS, SPREADS
+from tests.hosts.vllm_prompts import LENGTHS, PROMPTS, RECORDED, SPREADS
 
 LIMIT_S = 260.0
 """How long a case may take in all: pytest ends itself when a test takes 300 s."""
@@ -78,6 +79,50 @@ def generate(engine: Any, chosen: list[int]) -> list[dict[str, Any]]:
     ]
 
 
+ROUTES: dict[int, list[list[int]]] = {}
+"""In the process of a worker: for each layer the experts of its tokens, one step after another."""
+
+
+def record_routes(model: Any, config: Any) -> None:
+    """Let the routers of a worker's model record into `ROUTES`, in the way of `enable_return_routed_experts`.
+
+    vLLM returns what they record on GPUs alone.
+    """
+    from vllm.model_executor.layers.fused_moe.routed_experts_capturer import (
+        RoutedExpertsCapturer,
+        bind_routed_experts_capturer,
+    )
+
+    recorder = RoutedExpertsCapturer(config.scheduler_config.max_num_batched_tokens, config)
+    capture = recorder.capture
+
+    def keep(layer: int, ids: Any) -> None:
+        capture(layer, ids)  # finds this rank's tokens among `ids`, and refuses other numbers of rows
+        ROUTES.setdefault(layer, []).extend(recorder.device_buffer[: len(ids), layer].tolist())
+
+    recorder.capture = keep
+    bind_routed_experts_capturer(model, recorder)
+
+
+def first_routes(model: Any, tokens: int) -> list[list[list[int]]]:
+    """Return the recorded experts of the first tokens, layer by layer."""
+    return [ROUTES[layer][:tokens] for layer in sorted(ROUTES)]
+
+
+def begin_recording(engine: Any) -> None:
+    engine.apply_model(partial(record_routes, config=engine.llm_engine.vllm_config))
+
+
+def recorded(engine: Any) -> list[list[list[int]]]:
+    """Return the routes of the prompt `RECORDED`, if it was alone in its rank's first steps."""
+    (routes,) = engine.apply_model(partial(first_routes, tokens=RECORDED_TOKENS))
+    return list(routes)
+
+
+RECORDED_TOKENS = len(PROMPTS[RECORDED]) + LENGTHS[RECORDED] - 1
+"""The tokens of a prompt whose experts are needed: no step follows the last one."""
+
+
 def dispatches(rank: int) -> list[int]:
     """Read the tokens of each dispatch of a rank's worker so far (`tests/hosts/vllm_watched.py`)."""
     written = Path(os.environ["RAYMOE_TEST_DISPATCHES"], str(rank))
@@ -88,20 +133,25 @@ def run_alone(folder: str, rank: int, dtype: str) -> dict[str, Any]:
     """Generate in one process."""
     from vllm.model_executor.custom_op import op_registry_oot
 
-    found = generate(make_engine(folder, 1, dtype, {}), list(range(len(PROMPTS))))
+    engine = make_engine(folder, 1, dtype, {})
+    found = generate(engine, list(range(len(PROMPTS))))
     loaded = "raymoe.integrations.vllm" in sys.modules
-    return {"found": found, "registered": "RoutedExperts" in op_registry_oot, "loaded": loaded}
+    begin_recording(engine)
+    generate(engine, [RECORDED])
+    known = {"registered": "RoutedExperts" in op_registry_oot, "loaded": loaded}
+    return {"found": found, "routes": recorded(engine), **known}
 
 
 def run_spread(folder: str, rank: int, dtype: str, layout: str) -> dict[str, Any]:
     """Generate on two ranks, three times, with other prompts on each."""
     engine = make_engine(folder, 2, dtype, {"layout": layout})
+    begin_recording(engine)
     calls = []
     for spread in SPREADS:
         before = len(dispatches(rank))
         found = generate(engine, spread[rank])
         calls.append({"found": found, "dispatches": len(dispatches(rank)) - before})
-    return {"calls": calls}
+    return {"calls": calls, "routes": recorded(engine)}
 
 
 def run_until_it_fails(folder: str, rank: int, options: dict[str, Any] | None) -> dict[str, Any]:

@@ -317,6 +317,46 @@ def product_ratios() -> Cells:
     return rows
 
 
+HOST_STEPS = {"torchtitan": "torchtitan_step_h200x2.txt", "Megatron-Core": "megatron_step_h200x2.txt"}
+HOST_COLUMNS = ("{} all-gather", "{} all-to-all", "raymoe", "raymoe, capacity 1.5", "raymoe, capacity 1.5, captured")
+
+
+def host_steps(host: str) -> Mapping[str, Mapping[str, Any]]:
+    """The lines of a framework's step, by the dispatcher."""
+    return {line["host"]: line for line in json_lines(HOST_STEPS[host])}
+
+
+def steps_of_hosts() -> Cells:
+    """The median of a step in ms, and the range of all samples."""
+    rows = []
+    for host in HOST_STEPS:
+        lines = host_steps(host)
+        commit = re.search(r"commit ([0-9a-f]{7,})", text_of(HOST_STEPS[host]))
+        assert commit, "the file names the commit of its lines"
+        cells = [f"{host}, `{commit[1]}`"]
+        for column in HOST_COLUMNS:
+            line = lines.get(column.format(host.removesuffix("-Core")))
+            ms = [] if line is None else [f"{line[f'us_{key}'] / 1000:.1f}" for key in ("p50", "min", "max")]
+            cells.append("{} ({} to {})".format(*ms) if ms else "")
+        rows.append(cells)
+    return rows
+
+
+def losses_of_training() -> Cells:
+    """The losses of each way to run examples/train.py, and how far they are from those of the same model unsharded."""
+    ways: dict[str, list[Mapping[str, Any]]] = {}
+    for line in json_lines("train_losses_cpu.jsonl"):
+        name = f"{line['ranks']}, {'DDP' if line['parallel'] == 'ddp' else 'FSDP2'}" + ", compiled" * line["compiled"]
+        ways.setdefault(name + (f", went on at step {line['resumed']}" if line["resumed"] else ""), []).append(line)
+    unsharded = {(line["unsharded"][0], line["unsharded"][-1]) for lines in ways.values() for line in lines}
+    ((first, last),) = unsharded
+    rows = [["unsharded", f"{first:.4f}", f"{last:.4f}", ""]]
+    for name, lines in ways.items():
+        losses, wanted = (numpy.array([line[key] for line in lines]) for key in ("losses", "unsharded"))
+        rows.append([name, f"{losses[0][0]:.4f}", f"{losses[0][-1]:.4f}", f"{abs(losses - wanted).max():.0e}"])
+    return rows
+
+
 BESIDE_PRODUCTS = "beside_products_h200x2.jsonl"
 FORMATS = {"bfloat16": "bf16", "float8_e4m3": "8 bits"}
 ONES = {"deepseek_v3": "DeepSeek-V3", "narrow": "4096 wide"}
@@ -392,6 +432,8 @@ def fp8_forward() -> Cells:
 
 DERIVED = [
     Derived("layer.md", "weights of a rank, MiB", bytes_of_8_bit_layers),
+    Derived("frameworks.md", "host, commit, ms", steps_of_hosts),
+    Derived("training.md", "ranks, way", losses_of_training),
     Derived("evidence/scaling.md", "two H200, µs", lines_over_tokens),
     Derived("evidence/scaling.md", "on paper, µs", hidden_on_more_gpus),
     Derived("evidence/overlap.md", "`sms`", one_after_the_other),
