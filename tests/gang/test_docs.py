@@ -53,6 +53,8 @@ ELSEWHERE = {
     "raymoe stop ID": "tests/gang/test_submit_command.py",
     "python -m tests.perf.sm_probe --out sm_probe.jsonl": "tests/unit/cuda/test_sm_probe.py",
     "torchrun --nproc-per-node 2 -m tests.perf.few_sms --out few_sms.jsonl": "tests/perf/few_sms.py",  # on two GPUs
+    "torchrun --nproc-per-node 2 -m tests.perf.few_sms --layouts expert --tokens 16 128 256 512 "
+    "--ways flags divided lines --out few_tokens.jsonl": "tests/perf/few_sms.py",  # on two GPUs
     "raymoe schema --markdown > docs/configuration.md": "tests/unit/docs/test_configuration_page.py",
     "pytest -m thorough tests/gpu/test_microbatches_gpu.py -k 10000": "tests/gpu/test_microbatches_gpu.py",
     "pytest tests/unit/exchange/peer -k protocol": "tests/unit/exchange/peer/test_protocol_explorer.py",
