@@ -240,7 +240,10 @@ class OpClock:
         return cold, self._us(op.warm) / self.calls
 
     def us_cold(self, op: TimedOp) -> float:
-        """Return microseconds of one run on a cold L2 cache."""
+        """Return microseconds of one run on a cold L2 cache.
+
+        With several `calls` it does not replay the warm runs, which were captured last: nothing writes their results.
+        """
         if not self.captured or self.calls == 1:
             return self._us(op.cold, before=self._flush)
         assert self._flushes is not None

@@ -7,7 +7,8 @@ The ways: `all` as on all SMs; `mixed`: every block of a dispatch sends and plac
 into pieces; `flags`: no tokens go by the LL path; `lines`: all do, by blocks that send and place; `divided`: by blocks
 that do one of the two.
 The code chooses by the number of SMs (dispatch_grid.py, combine.py and ll.py of raymoe/exchange/peer); here the choice
-is made by hand. All ways must give the same rows and the same y: the first difference ends the run with 1.
+is made by hand. All ways must give the same rows and the same y, and so must the timed combines: the first difference
+ends the run with 1.
 Times are by the clock of the workload exchange: graphs, a cold L2 cache, the slowest rank, in microseconds.
 """
 
@@ -109,9 +110,10 @@ class Timed:
         return None
 
     def dispatch(self) -> None:
-        self.got = self.exchange.dispatch(self.tokens.x, self.tokens.ids, self.tokens.weights)
+        self.exchange.dispatch(self.tokens.x, self.tokens.ids, self.tokens.weights)
 
     def combine(self) -> None:
+        """Combine the eager dispatch. The result of a captured one may belong to a graph that is never replayed."""
         self.exchange.combine(self.rows, self.got, out=self.y)
 
 
@@ -139,11 +141,16 @@ def measured(world: raymoe.World, spec: raymoe.ExchangeSpec, sms: int, ways: lis
                 work: Callable[[], None] = getattr(each, op)
                 ops[each.name, op] = clock.timed(work)
         times: dict[tuple[str, str], list[float]] = {key: [] for key in ops}
+        for each in timed:
+            each.y.fill_(torch.nan)
         for number in range(rounds + 2):
             for key, op in ops.items():
                 us = slowest(clock.us_cold(op), world)
                 if number >= 2:
                     times[key].append(us)
+        for each in timed:
+            if not torch.equal(each.y, each.result):
+                sys.exit(f"y by {each.name} differs between timed and eager combines on {sms} SMs, rank {world.rank}")
         return {f"{name} {op}": [round(us, 1) for us in every] for (name, op), every in times.items()}
 
 

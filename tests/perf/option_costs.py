@@ -116,15 +116,15 @@ def add_works(
     works: dict[str, Callable[[], None]], name: str, exchange: raymoe.Exchange, inputs: tuple[torch.Tensor, ...]
 ) -> None:
     """Add a dispatch and a combine of this exchange."""
-    dispatched = [exchange.dispatch(*inputs)]
+    dispatched = exchange.dispatch(*inputs)
     exchange.check()
-    results = torch.zeros_like(dispatched[0].x)
+    results = torch.zeros_like(dispatched.x)
 
     def dispatch() -> None:
-        dispatched[0] = exchange.dispatch(*inputs)
+        exchange.dispatch(*inputs)
 
-    def combine() -> None:
-        exchange.combine(results, dispatched[0])
+    def combine() -> None:  # of the eager dispatch: that of a captured one may be in a graph that is never replayed
+        exchange.combine(results, dispatched)
 
     works[f"{name} dispatch"], works[f"{name} combine"] = dispatch, combine
 

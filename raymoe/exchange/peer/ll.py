@@ -131,9 +131,8 @@ class LlGrid:
     def of(cls, leaving: int, arriving: int, most_leaving: int, sms: int, whole: bool, mixes: bool = True) -> LlGrid:
         """Lay out so many warps of work in each direction on at most `sms` SMs; `whole`: these are the whole GPU.
 
-        If they do not fit, all SMs work. If it `mixes`, fewer SMs than all have blocks of twice the warps, which do
-        both kinds of work. Else at most `most_leaving` SMs work on what leaves. Each SM of the whole GPU has two
-        blocks.
+        If they do not fit, all SMs work. Where it `mixes`, blocks on a part of the GPU have twice the warps and do both
+        kinds of work. Else at most `most_leaving` SMs work on what leaves. Each SM of the whole GPU has two blocks.
 
         >>> LlGrid.of(leaving=30, arriving=120, most_leaving=44, sms=132, whole=True)
         LlGrid(leaving=4, arriving=15, rounds=1, mixed=False)
@@ -210,8 +209,8 @@ with 20, 16.8 with 24, 16.5 with 28, 16.7 with 32 (4x H200, cold L2 cache, 2026-
 
 MOST_MIXED_SMS_LL = 48
 """On up to so many SMs blocks do both kinds of work. Dispatch + combine of 256 tokens of 7168 bfloat16 took 49 + 61 us
-instead of 59 + 92 on 24, 34 + 39 instead of 37 + 56 on 48; 16 tokens on 132 9 + 5 instead of 8 + 4 (2x H200, cold L2
-cache, 2026-11-26)."""
+instead of 59 + 92 on 24, 34 + 39 instead of 37 + 56 on 48; a dispatch of 16 tokens on 132 8.8 instead of 8.1 (2x H200,
+cold L2 cache, 2026-11-26)."""
 
 SENT, PLACED, REDUCED, SUMMED = 6, 5, 4, 2
 """Groups of lines that a warp has in flight: as in kernels/include/raymoe/peer/ll/rows_ll.cuh and sums_ll.cuh."""
