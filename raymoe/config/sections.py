@@ -179,7 +179,7 @@ class WorldSection(Section):
     """The ranks, and how long they wait."""
 
     ranks: int = Field(default=4, ge=1, le=1024, examples=[8])
-    """R, the ranks: Ray actors, on GPUs each with one of its own."""
+    """R, the number of ranks. Each is a Ray actor; on GPUs each has a GPU of its own."""
     domain: Annotated[Count | Literal["auto"], BeforeValidator(_auto_or_count)] = Field(default="auto", examples=[8])
     """Ranks in a domain, on one node; a network connects domains. auto: one domain if a node can hold all ranks, else
     the fewest equal ones. A number divides world.ranks; if too few nodes can hold a domain, all are on one node and
@@ -237,8 +237,8 @@ class RoutingSection(Section):
     share: float = Field(default=0.5, ge=0, le=1, examples=[0.9])
     """Share of tokens whose first choice is the hot expert."""
     file: str | None = Field(default=None, min_length=1, examples=["ids.npy"])
-    """Expert ids that `raymoe.moe.RoutingTrace` or numpy.save wrote, relative to the config: integers [tokens, topk] or
-    [steps, tokens, topk], of one rank or of all."""
+    """File of expert ids, relative to the config: integers [tokens, topk] or [steps, tokens, topk], of one rank or of
+    all. `raymoe.moe.RoutingTrace` or numpy.save writes it."""
     masked: float = Field(default=0.0, ge=0, le=1, examples=[0.1])
     """Share of the ids that are -1, no expert."""
     ragged: bool = Field(default=False, examples=[True])
@@ -379,8 +379,8 @@ class ProductsSection(Section):
     dtype: Dtype = Field(default="bfloat16", examples=["float16"])
     """Type of rows and weights."""
     kind: Literal["equal", "uniform", "zipf", "hot"] = Field(default="uniform", examples=["hot"])
-    """As many rows for each expert (equal), rows at random with equal chances (uniform) or in proportion to 1 / i
-    (zipf), or 4 for each but the hot one."""
+    """Rows of the experts: as many for each (equal), drawn with equal chances (uniform) or in proportion to 1 / i
+    (zipf), or all for one and 4 for each other (hot)."""
 
 
 class RouterSection(Section):
