@@ -145,11 +145,13 @@ def test_a_machine_that_is_cut_off_is_named(tmp_path: Path) -> None:
         expect_lost(run)
 
 
-def times_over_a_shaped_link(folder: Path, repeats: int, topks: Sequence[int]) -> dict[str, dict[str, float]]:
-    """Run `flat_exchange` on two ranks of each of two machines, whose link carries 100 Mbit/s each way."""
+def times_over_a_shaped_link(
+    folder: Path, repeats: int, topks: Sequence[int], rate: str
+) -> dict[str, dict[str, float]]:
+    """Run `flat_exchange` on two ranks of each of two machines, whose link carries `rate` each way."""
     with two_machines(folder) as machines, ExitStack() as cleanup:
         for machine in machines:
-            limit = ["rate", "100mbit", "burst", "64kb", "latency", "2000ms"]
+            limit = ["rate", rate, "burst", "64kb", "latency", "2000ms"]
             machine.run("tc", "qdisc", "add", "dev", "link0", "root", "tbf", *limit)
         ranks = []
         for rank in range(4):
@@ -168,9 +170,12 @@ def times_over_a_shaped_link(folder: Path, repeats: int, topks: Sequence[int]) -
 @pytest.mark.thorough
 @needs_slow_links
 def test_over_a_shaped_link_a_rail_is_faster_than_a_flat_all_to_all(tmp_path: Path) -> None:
-    """A token of top-4 needs 1.5 of the two ranks on the other machine, and its row crosses the rail once."""
-    times = times_over_a_shaped_link(tmp_path, repeats=5, topks=(4, 8))
-    assert all(time["rail"] < time["flat"] for time in times.values()), times
+    """A token of top-8 needs nearly both ranks of the other machine, and its row crosses the rail once.
+
+    The link is so slow that its bytes, and not two busy cores, decide.
+    """
+    times = times_over_a_shaped_link(tmp_path, repeats=5, topks=(8,), rate="25mbit")
+    assert times["8"]["rail"] < 0.8 * times["8"]["flat"], times
 
 
 @pytest.mark.thorough
