@@ -6,9 +6,9 @@ The blocks have the names and attributes of those of transformers, which need no
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -129,71 +129,172 @@ FAMILIES: dict[str, Callable[[int, int], Parts]] = {
 
 
 @dataclass(frozen=True)
-class Sizes:
-    """The tokens of rank 0, of which each further rank has some fewer, and the dtype of all weights and rows."""
+class Case:
+    """The tokens of rank 0, the dtype of all weights and rows, and who goes where.
+
+    `routing` is `chosen`, by the router; `skewed`, where an expert gets most tokens and two get none; or `masked`,
+    where every third token goes nowhere, and every fifth leaves out its first expert. Each further rank has `fewer`
+    tokens than the one before. `capacity` is that of `ExchangeSpec`.
+    """
 
     tokens: int
     dtype: torch.dtype
+    routing: str = "chosen"
+    fewer: int = 7
+    capacity: float | str = "worst"
 
     def batch(self, rank: int) -> tuple[torch.Tensor, torch.Tensor]:
         """A rank's tokens, and the gradient of its output. Its mean is not zero: sums over rows grow with them."""
         source = torch.Generator().manual_seed(rank)
-        x, dy = (torch.randn(self.tokens - 7 * rank, H, generator=source) for _ in range(2))
+        x, dy = (torch.randn(max(0, self.tokens - self.fewer * rank), H, generator=source) for _ in range(2))
         return x.to(self.dtype), (dy + 0.5).to(self.dtype)
 
+    def ids(self, x: torch.Tensor, topk: int) -> torch.Tensor | None:
+        """The experts of each token, for a router that does not choose them itself."""
+        if self.routing != "skewed":
+            return None
+        likely = torch.tensor([float((expert + 1) ** -2) for expert in range(E - 2)] + [0.0, 0.0])
+        drawn = torch.Generator().manual_seed(len(x))
+        return torch.multinomial(likely.expand(max(1, len(x)), -1), topk, generator=drawn)[: len(x)].to(x.device)
 
-def layer_of(family: str, world: World, sizes: Sizes) -> MoELayer:
+    def kept(self, ids: torch.Tensor) -> torch.Tensor:
+        """Which of the choices are not masked."""
+        kept = torch.ones_like(ids, dtype=torch.bool)
+        if self.routing == "masked":
+            kept[::3] = False
+            kept[::5, 0] = False
+        return kept
+
+
+def cases(tokens: int, dtype: torch.dtype) -> dict[str, Case]:
+    return {
+        "chosen": Case(tokens, dtype),
+        "skewed": Case(tokens, dtype, "skewed"),
+        "masked": Case(tokens, dtype, "masked"),
+        "one rank has all tokens": Case(tokens, dtype, fewer=tokens),
+        "capacity": Case(tokens, dtype, capacity=1.5),
+    }
+
+
+CASES = tuple(cases(1, torch.bfloat16))
+
+
+def layer_of(family: str, world: World, case: Case) -> MoELayer:
     parts = FAMILIES[family](world.rank, world.size)
-    form, dtype = parts.router.form, str(sizes.dtype).removeprefix("torch.")
+    form, dtype = parts.router.form, str(case.dtype).removeprefix("torch.")
     for module in (parts.router, parts.experts, parts.shared, parts.norm):
         if module is not None:
-            module.to(sizes.dtype)
-    spec = ExchangeSpec(sizes.tokens, H, E, form.topk, dtype=dtype, depth=0)
+            module.to(case.dtype)
+    spec = ExchangeSpec(case.tokens, H, E, form.topk, dtype=dtype, depth=0, capacity=case.capacity)
     return MoELayer(world, spec, parts)
 
 
-def step(layer: MoELayer, x: torch.Tensor, dy: torch.Tensor) -> Gradients:
-    """Run forward and backward; return the output and the gradients of x and of every parameter."""
+def step(layer: MoELayer, case: Case, x: torch.Tensor, dy: torch.Tensor) -> tuple[Gradients, torch.Tensor]:
+    """Run forward and backward. Return the output and the gradients of x and of every parameter, and all ids.
+
+    Where two experts are near, float64 could choose the other: so it takes these ids.
+    """
     x = x.clone().requires_grad_()
-    y = layer(x)
-    y = y[0] if isinstance(y, tuple) else y
+    h, routing = layer.route(x, case.ids(x, layer.exchange.spec.topk))
+    ids = routing.topk_idx.masked_fill(~case.kept(routing.topk_idx), -1)
+    y = layer.apply_experts(h, ids, routing.topk_weights, x if layer.residual else None).to(x.dtype)
     names, parameters = zip(*layer.named_parameters(), strict=True)
     found = torch.autograd.grad(y, [x, *parameters], dy)
     plain = (local(each) for each in found)
-    return {"y": y.detach()} | {name: g for name, g in zip(("x", *names), plain, strict=True) if g is not None}
+    gradients = {name: g for name, g in zip(("x", *names), plain, strict=True) if g is not None}
+    return {"y": y.detach()} | gradients, routing.topk_idx
 
 
-# The same in float64.
+# The same in float64, and with torch's products of bfloat16.
 
 
-def reference(family: str, sizes: Sizes, x: torch.Tensor, dy: torch.Tensor, ids: torch.Tensor) -> Gradients:
-    """Compute a layer with all experts on the tokens of one rank, each of which goes to the experts `ids`."""
-    parts = FAMILIES[family](0, 1)
-    modules = {parts.router_name: parts.router, "experts": parts.experts}
-    modules |= {parts.shared_name: parts.shared} if parts.shared is not None else {}
-    modules |= {"norm": parts.norm} if parts.norm is not None else {}
-    leaves = {
-        f"{name}.{its}": each.detach().to(sizes.dtype).to(x.device).double().requires_grad_()
-        for name, module in modules.items()
-        for its, each in module.named_parameters()
-    }
-    rows = x.double().requires_grad_()
-    h = rows
-    if parts.norm is not None:
-        h = h * torch.rsqrt(h.square().mean(dim=-1, keepdim=True) + EPS) * leaves["norm.weight"]
-    logits = h @ leaves[f"{parts.router_name}.weight"].T + leaves.get(f"{parts.router_name}.bias", 0.0)
-    weights = weights_of(parts.router.form, logits, ids)
-    y = rows if parts.residual else torch.zeros_like(rows)
-    for expert in range(E):
-        token, k = (ids == expert).nonzero(as_tuple=True)
-        own = expert_of(parts.experts, leaves, expert, h[token]) * weights[token, k, None]
-        y = y.index_add(0, token, own)
-    if parts.shared is not None:
-        gate_up, down = (leaves[f"{parts.shared_name}.{name}"] for name in ("gate_up_proj", "down_proj"))
-        gate, up = (h @ gate_up.T).chunk(2, dim=1)
-        y = y + (nn.functional.silu(gate) * up) @ down.T
-    found = torch.autograd.grad(y, [rows, *leaves.values()], dy.double())
-    return {"y": y.detach()} | dict(zip(("x", *leaves), found, strict=True))
+class Batch(NamedTuple):
+    x: torch.Tensor
+    dy: torch.Tensor
+    ids: torch.Tensor
+    kept: torch.Tensor
+
+
+@dataclass(frozen=True)
+class Reference:
+    """A layer with all experts on some tokens, each of which goes to given experts, in plain torch.
+
+    `products` is the dtype of operands and results of all products but the router's, of rows between modules, and of
+    the sums over the experts of a rank, which cross ranks. Everything else is `sums`.
+    """
+
+    products: torch.dtype
+    sums: torch.dtype
+
+    def of_rank(self, family: str, case: Case, world: World, batches: Sequence[Batch]) -> Gradients:
+        """The gradients of a rank: those of its experts come from the tokens of all ranks."""
+        whole = Batch(*(torch.cat([getattr(each, of) for each in batches]) for of in ("x", "dy", "ids", "kept")))
+        own, everywhere = (self(family, case, world.size, batch) for batch in (batches[world.rank], whole))
+        shares = {
+            name: each.chunk(world.size)[world.rank] for name, each in everywhere.items() if name.startswith("experts.")
+        }
+        return own | shares
+
+    def __call__(self, family: str, case: Case, ranks: int, batch: Batch) -> Gradients:
+        parts = FAMILIES[family](0, 1)
+        modules = {parts.router_name: parts.router, "experts": parts.experts}
+        modules |= {parts.shared_name: parts.shared} if parts.shared is not None else {}
+        modules |= {"norm": parts.norm} if parts.norm is not None else {}
+        leaves = {
+            f"{name}.{its}": each.detach().to(case.dtype).to(batch.x.device, self.products).requires_grad_()
+            for name, module in modules.items()
+            for its, each in module.named_parameters()
+        }
+        rows = batch.x.to(self.products).requires_grad_()
+        y = self.forward(parts, leaves, rows, batch, ranks)
+        found = torch.autograd.grad(y, [rows, *leaves.values()], batch.dy.to(y.dtype), materialize_grads=True)
+        return {"y": y.detach()} | dict(zip(("x", *leaves), found, strict=True))
+
+    def forward(self, parts: Parts, leaves: Gradients, rows: torch.Tensor, batch: Batch, ranks: int) -> torch.Tensor:
+        h = rows
+        if parts.norm is not None:
+            wide = rows.to(self.sums)
+            wide = wide * torch.rsqrt(wide.square().mean(dim=-1, keepdim=True) + EPS)
+            h = (wide * leaves["norm.weight"].to(self.sums)).to(self.products)
+        h = h.to(self.sums)  # where the gradients of its readers meet
+        logits = h @ leaves[f"{parts.router_name}.weight"].to(self.sums).T
+        if (bias := leaves.get(f"{parts.router_name}.bias")) is not None:
+            logits = logits + bias.to(self.sums)
+        weights = weights_of(parts.router.form, logits, batch.ids)
+        y = (rows if parts.residual else torch.zeros_like(rows)).to(self.sums)
+        for experts in torch.arange(E).chunk(ranks):
+            sent, sums = h.to(self.products).to(self.sums), torch.zeros_like(y)
+            for expert in experts.tolist():
+                token, k = ((batch.ids == expert) & batch.kept).nonzero(as_tuple=True)
+                own = self.expert(parts.experts, leaves, expert, sent[token].to(self.products))
+                sums = sums.index_add(0, token, own.to(self.sums) * weights[token, k, None])
+            y = y + sums.to(self.products).to(self.sums)
+        if parts.shared is not None:
+            gate_up, down = (leaves[f"{parts.shared_name}.{name}"] for name in ("gate_up_proj", "down_proj"))
+            gate, up = (h.to(self.products) @ gate_up.T).to(self.sums).chunk(2, dim=1)
+            y = y + ((nn.functional.silu(gate) * up).to(self.products) @ down.T).to(self.sums)
+        return y.to(self.products)
+
+    def expert(self, experts: Experts, leaves: Gradients, expert: int, rows: torch.Tensor) -> torch.Tensor:
+        gate_up, down = (leaves[f"experts.{name}"][expert] for name in ("gate_up_proj", "down_proj"))
+        if not experts.transposed:
+            gate_up, down = gate_up.T, down.T
+        both = rows @ gate_up
+        biased = experts.gate_up_proj_bias is not None
+        if biased:
+            both = both + leaves["experts.gate_up_proj_bias"][expert]
+        both = both.to(self.sums)
+        form = experts.activation
+        gate, up = (both[:, ::2], both[:, 1::2]) if form.interleaved else both.chunk(2, dim=1)
+        if form.limit is not None:
+            gate, up = gate.clamp(max=form.limit), up.clamp(-form.limit, form.limit)
+        y = (gate * torch.sigmoid(form.alpha * gate) * (up + form.up_plus)).to(self.products) @ down
+        return y + leaves["experts.down_proj_bias"][expert] if biased else y
+
+
+FLOAT64 = Reference(torch.float64, torch.float64)
+TORCH = Reference(torch.bfloat16, torch.float32)
+"""What a careful user of torch would write: rows and products in bfloat16, all between them in float32."""
 
 
 def weights_of(form: RouterForm, logits: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
@@ -204,48 +305,44 @@ def weights_of(form: RouterForm, logits: torch.Tensor, ids: torch.Tensor) -> tor
     return (weights / weights.sum(dim=1, keepdim=True) if form.normalise else weights) * form.scale
 
 
-def expert_of(experts: Experts, leaves: Gradients, expert: int, rows: torch.Tensor) -> torch.Tensor:
-    gate_up, down = (leaves[f"experts.{name}"][expert] for name in ("gate_up_proj", "down_proj"))
-    if not experts.transposed:
-        gate_up, down = gate_up.T, down.T
-    both = rows @ gate_up
-    biased = experts.gate_up_proj_bias is not None
-    if biased:
-        both = both + leaves["experts.gate_up_proj_bias"][expert]
-    form = experts.activation
-    gate, up = (both[:, ::2], both[:, 1::2]) if form.interleaved else both.chunk(2, dim=1)
-    if form.limit is not None:
-        gate, up = gate.clamp(max=form.limit), up.clamp(-form.limit, form.limit)
-    y = (gate * torch.sigmoid(form.alpha * gate) * (up + form.up_plus)) @ down
-    return y + leaves["experts.down_proj_bias"][expert] if biased else y
+def relative(have: torch.Tensor, want: torch.Tensor) -> float:
+    """The norm of an error, relative to that of the gradient."""
+    return float((have.double() - want).norm() / want.norm()) if want.any() else float(have.double().norm())
 
 
-def chosen(layer: MoELayer, x: torch.Tensor) -> torch.Tensor:
-    """The experts that a layer chooses: where two are near, float64 could choose the other."""
-    with torch.no_grad():
-        router: Any = layer._modules[layer._router_name]
-        ids: torch.Tensor = router(x if layer.norm is None else layer.norm(x)).topk_idx
-        return ids
+@dataclass(frozen=True)
+class Outcome:
+    """The errors of each gradient, ours and by torch's products; which gradients a second run has otherwise."""
+
+    errors: dict[str, float]
+    torch_errors: dict[str, float]
+    differing: list[str]
+    most_rows: int
+    """Of one expert."""
+
+    def beyond(self, ratio: float) -> dict[str, tuple[float, float]]:
+        """The errors that are more than `ratio` times torch's, and more than a last place of bfloat16 results."""
+        return {
+            name: (error, self.torch_errors[name])
+            for name, error in self.errors.items()
+            if error > max(ratio * self.torch_errors[name], 2**-8)
+        }
 
 
-def run_family(world: World, family: str, sizes: Sizes) -> tuple[dict[str, float], list[str], int]:
-    """Return each gradient's error; the gradients that a second run has otherwise; and the most rows of an expert.
-
-    An error is a norm, relative to that of the gradient.
-    """
-    layer = layer_of(family, world, sizes)
-    batches = [tuple(each.to(world.device) for each in sizes.batch(rank)) for rank in range(world.size)]
-    x, dy = batches[world.rank]
-    found, again = step(layer, x, dy), step(layer, x, dy)
+def run_family(world: World, family: str, case: Case) -> Outcome:
+    layer = layer_of(family, world, case)
+    inputs = [tuple(each.to(world.device) for each in case.batch(rank)) for rank in range(world.size)]
+    found, own_ids = step(layer, case, *inputs[world.rank])
+    again, _ = step(layer, case, *inputs[world.rank])
     layer.exchange.check()
-    ids = [chosen(layer, each) for each, _ in batches]
-    wanted = [reference(family, sizes, *batch, of) for batch, of in zip(batches, ids, strict=True)]
-    assert set(found) == set(wanted[0])
-    errors = {}
-    for name, have in found.items():
-        want = wanted[world.rank][name]
-        if name.startswith("experts."):
-            want = torch.stack([each[name] for each in wanted]).sum(dim=0).chunk(world.size)[world.rank]
-        errors[name] = float((have.double() - want).norm() / want.norm())
-    rows = torch.bincount(torch.cat(ids).flatten(), minlength=E)
-    return errors, [name for name, each in found.items() if not torch.equal(each, again[name])], int(rows.max())
+    ids = [each.to(world.device) for each in world.swap(own_ids.cpu(), "ids")]  # type: ignore[attr-defined]
+    batches = [Batch(*tensors, of, case.kept(of)) for tensors, of in zip(inputs, ids, strict=True)]
+    wanted, by_torch = (reference.of_rank(family, case, world, batches) for reference in (FLOAT64, TORCH))
+    assert set(found) == set(wanted)
+    rows = torch.cat([each.ids[each.kept] for each in batches])
+    return Outcome(
+        {name: relative(have, wanted[name]) for name, have in found.items()},
+        {name: relative(by_torch[name], want) for name, want in wanted.items()},
+        [name for name, each in found.items() if not torch.equal(each, again[name])],
+        int(torch.bincount(rows, minlength=E).max()),
+    )
