@@ -1,4 +1,4 @@
-"""The systems that workload products measures: raymoe, its kernels one by one, torch, DeepGEMM, and a copy.
+"""The systems that workload products measures: raymoe, its kernels one by one, torch, cuBLAS, DeepGEMM, and a copy.
 
 Each entry of SYSTEMS makes a `Prepared` from a task, or raises `Unavailable` with the reason.
 """
@@ -21,6 +21,7 @@ from raymoe.moe.product_gradients import rows_gradient
 from raymoe.moe.products import Gate, Product, TileClass
 from raymoe.rows.activation import swiglu
 from raymoe.workload.products import gradient_systems
+from raymoe.workload.products.cublas import by_cublas
 from raymoe.workload.products.prepared import Compute, Prepared, Unavailable, by_places
 from raymoe.workload.products.systems_fp8 import FP8_SYSTEMS, OURS_FP8
 from raymoe.workload.products.tasks import Task, error_between, padded_places
@@ -81,6 +82,10 @@ def _dense(task: Task) -> Prepared:
         return error_between(y[checked], task.exactly(checked, 0))
 
     return Prepared(_gated_if(task, lambda: torch.mm(x, weight)), error)
+
+
+def _cublas(task: Task) -> Prepared:
+    return by_places(task, _gated_if(task, by_cublas(task)))
 
 
 # DeepGEMM: rows padded as it needs them; for few rows by its masked form.
@@ -169,6 +174,7 @@ _BY_ROWS: dict[str, Callable[[Task], Prepared]] = {
     **CLASSES,
     "grouped_mm": _grouped_mm,
     "dense": _dense,
+    "cublas": _cublas,
     "deep_gemm": _deep_gemm,
 }
 _OF_WEIGHTS = {

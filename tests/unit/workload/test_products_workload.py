@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import itertools
 import math
 from typing import Any
@@ -19,7 +20,9 @@ from raymoe.workload import Progress, run_case
 from raymoe.workload.memory_needed import device_bytes, products_bytes
 from raymoe.workload.oracle import BOUNDS
 from raymoe.workload.products import systems as systems_of
+from raymoe.workload.products.cublas import Groups
 from raymoe.workload.products.gradient_systems import by_torch
+from raymoe.workload.products.prepared import by_places
 from raymoe.workload.products.run_products import SWIGLU_SLACK
 from raymoe.workload.products.systems import COPY, OURS, OWN, SYSTEMS, Prepared, Unavailable
 from raymoe.workload.products.systems_fp8 import FP8_SYSTEMS, OURS_FP8, _deep_gemm_contiguous
@@ -242,6 +245,41 @@ def test_deep_gemm_gets_rows_as_it_needs_them(form: str, op: str) -> None:
     prepared = getattr(systems_of, f"_deep_gemm_{form}")(task, DeepGemm)
     assert prepared.error(prepared.compute()) <= BOUNDS[torch.bfloat16] * SWIGLU_SLACK
     assert padded_places((3, 0, 40, 16), 128) == ([0, 128, 128, 256], 384)
+
+
+def as_columns(address: int, rows: int, columns: int, dtype: torch.dtype) -> torch.Tensor:
+    """Return the matrix that is at an address column by column."""
+    memory = (ctypes.c_char * (rows * columns * dtype.itemsize)).from_address(address)
+    return torch.frombuffer(memory, dtype=dtype).view(columns, rows).T
+
+
+def multiply_groups(handle, of_a, of_b, m, n, k, ones, a, a_type, lda, b, b_type, ldb, *others):
+    """What cuBLAS does with each group: op(A) B, all by columns."""
+    zeros, c, c_type, ldc, groups, sizes, compute = others
+    assert (handle.value, a_type, b_type, c_type, compute) == (7, 14, 14, 14, 68)
+    pointers = [(ctypes.c_int64 * groups).from_address(each.value) for each in (a, b, c)]
+    for group in range(groups):
+        assert (of_b[group], ones[group], zeros[group], sizes[group]) == (0, 1.0, 0.0, 1)
+        own = [each[group] for each in pointers]
+        weight = as_columns(own[0], lda[group], m[group] if of_a[group] else k[group], torch.bfloat16).float()
+        rows = as_columns(own[1], ldb[group], n[group], torch.bfloat16).float()
+        y = (weight.T if of_a[group] else weight) @ rows
+        as_columns(own[2], ldc[group], n[group], torch.bfloat16).copy_(y)
+    return 0
+
+
+@pytest.mark.parametrize("op", ["up", "down", "dx"])
+def test_cublas_gets_a_group_for_each_expert_with_rows(op: str) -> None:
+    task = Task.drawn(op, ProductSizes((3, 0, 40, 16), 48, 24, "bfloat16"), 0, CPU)
+    y = task.x.new_full((len(task.x), task.weight.shape[1]), torch.nan)
+    groups = Groups.of(task, y)
+    assert groups.addresses.shape == (3, 3)
+    groups.multiply(multiply_groups, 7)
+    assert by_places(task, lambda: y).error(y) <= BOUNDS[torch.bfloat16]
+    with pytest.raises(Unavailable, match="status 15"):
+        groups.multiply(lambda *_: 15, 7)
+    with pytest.raises(Unavailable, match="on GPUs"):
+        SYSTEMS["cublas"](task)
 
 
 @pytest.mark.parametrize("op", ["dx", "dw"])
