@@ -19,7 +19,6 @@ from __future__ import annotations
 
 import importlib
 from collections.abc import Iterator
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -27,29 +26,13 @@ import torch
 from raymoe.exchange.spec import ExchangeSpec
 from raymoe.memory.layout import round_up
 from raymoe.memory.world import World
+from raymoe.workload.compare.unordered_rows import Came, Part, SentRows, sources_of
 from raymoe.workload.inputs import Batch, Inputs
 from raymoe.workload.measure import Line
-from raymoe.workload.oracle import AffineExperts, wrong_result
+from raymoe.workload.oracle import wrong_result
 
 TOKENS_STEP = 4
 """High throughput copies its map of T rows by 16 bytes, so between two ranks it takes no odd T."""
-
-HASHED_ROWS = 4096
-"""Rows whose hashes are computed at once: each takes 8 bytes for each of its columns."""
-
-
-@dataclass(frozen=True)
-class Part:
-    """Rows that came for one expert, or in one run of tokens, and the tokens that should be there, in any order."""
-
-    name: str
-    places: torch.Tensor
-    """int64[n]: the places of the rows that came."""
-    ranks: torch.Tensor
-    tokens: torch.Tensor
-    """int64[m] each: source and token of the rows that should have come."""
-    expert: int | None = None
-    """The expert; None if a token comes once for all experts here."""
 
 
 class Receiver:
@@ -113,7 +96,7 @@ class NcclEp:
         self._inputs_out = ep.DispatchInputs(tokens=ep.Tensor(self._batch.x), **carries)
         self._combine_in = ep.CombineInputs(tokens=ep.Tensor(self._rows))
         self._combine_out = ep.CombineOutputs(tokens=ep.Tensor(self._y), **applies)
-        self._experts = AffineExperts(spec.hidden, inputs.dtype, inputs.routing.seed)
+        self._sent = SentRows(world, spec, inputs)
         self._index = 0
         aligned = not low_latency and self._by_expert
         self._handle = self._group.create_handle(
@@ -154,17 +137,14 @@ class NcclEp:
 
     def wrong_dispatch(self) -> str | None:
         """Return what is wrong, or None; then the experts have computed the rows of the combine."""
-        self._rows.fill_(torch.nan)
-        for part in self._parts():
-            if len(part.places) != len(part.tokens):
-                return f"{len(part.places)} rows {part.name}, {len(part.tokens)} were sent"
-            if len(part.tokens) and (wrong := self._wrong_part(part)) is not None:
-                return wrong
-        return None
+        received = self._received
+        came = Came(received.x, received.ids, received.weights)
+        weigh = not (self._ll and self._by_expert)
+        return self._sent.wrong(self._index, self._parts(), came, self._rows, weigh=weigh)
 
     def wrong_combine(self) -> str | None:
         batch = Batch(self._inputs.at(self._index, fresh=True).x, self._batch.ids, self._batch.weights)
-        return wrong_result(self._y, batch, self._experts, self._spec)
+        return wrong_result(self._y, batch, self._sent.experts, self._spec)
 
     def _config(self) -> Any:
         ep, spec = self._ep, self._spec
@@ -191,11 +171,11 @@ class NcclEp:
 
     def _parts(self) -> Iterator[Part]:
         counts, device = self._received.counts.tolist(), self._world.device
-        ids = [self._ids_of(rank) for rank in range(self._world.size)]
+        ids = [self._sent.ids_of(rank, self._index) for rank in range(self._world.size)]
         first = self._world.rank * len(counts)
         begin = 0
         for expert in range(first, first + len(counts)) if self._by_expert else ():
-            ranks, tokens = _sources([(of_rank == expert).any(dim=1) for of_rank in ids])
+            ranks, tokens = sources_of([(of_rank == expert).any(dim=1) for of_rank in ids])
             local, align = expert - first, self._spec.alignment
             count = counts[local]
             if not self._ll:  # its counts have the gaps too
@@ -208,75 +188,13 @@ class NcclEp:
         here = [(of_rank >= 0).any(dim=1) for of_rank in ids]
         if not self._ll:
             places = torch.arange(int(self._received.total.item()), device=device)
-            yield Part("from all ranks", places, *_sources(here))
+            yield Part("from all ranks", places, *sources_of(here))
             return
         for rank, wanted in enumerate(here):
             nobody = torch.zeros(0, dtype=torch.bool, device=device)
-            ranks, tokens = _sources([wanted if other == rank else nobody for other in range(len(here))])
+            ranks, tokens = sources_of([wanted if other == rank else nobody for other in range(len(here))])
             start = rank * self._spec.tokens
             yield Part(f"from rank {rank}", torch.arange(start, start + counts[rank], device=device), ranks, tokens)
-
-    def _wrong_part(self, part: Part) -> str | None:
-        """Compare rows with tokens whatever their order, and compute what this rank's combine sends for them."""
-        wanted = torch.empty(len(part.tokens), self._spec.hidden, dtype=self._rows.dtype, device=self._rows.device)
-        for rank in range(self._world.size):
-            own = part.ranks == rank
-            wanted[own] = self._inputs.fresh_of(rank, self._index)[part.tokens[own]]
-        came = self._received.x.flatten(0, -2)[part.places]
-        order, order_wanted = _hashes(came).argsort(), _hashes(wanted).argsort()
-        if not torch.equal(came[order], wanted[order_wanted]):
-            return f"rows {part.name} are not those that were sent"
-        places = torch.empty_like(part.places)
-        places[order_wanted] = part.places[order]  # the place of each wanted row
-        ids, weights = self._routing_of(part)
-        if (wrong := self._wrong_routing(part, places, ids, weights)) is not None:
-            return wrong
-        total = torch.zeros(len(wanted), self._spec.hidden, dtype=torch.float64, device=wanted.device)
-        for expert in sorted(set(ids[ids >= 0].tolist())) if part.expert is None else [part.expert]:
-            for k in range(self._spec.topk):
-                own = ids[:, k] == expert
-                scale = 1.0 if self._ll and self._by_expert else weights[own, k, None]
-                total[own] += self._experts(expert, wanted[own]) * scale
-        self._rows.flatten(0, -2)[places] = total.to(self._rows.dtype)
-        return None
-
-    def _wrong_routing(self, part: Part, places: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor) -> str | None:
-        """Compare the ids and weights that came with the rows, whatever their order in a row."""
-        received = self._received
-        if received.weights is None:
-            return None
-        came_weights = received.weights.flatten(0, -2)[places] if part.expert is None else received.weights[places]
-        if part.expert is not None:
-            same = torch.equal(came_weights, (weights * (ids == part.expert)).sum(dim=1))
-            return None if same else f"weights {part.name} are not those that were sent"
-        assert received.ids is not None
-        local = self._spec.local_experts(self._world.size)
-        own = torch.where(ids >= 0, ids - self._world.rank * local, -1)
-        came, order = received.ids.flatten(0, -2)[places].long().sort(dim=1)
-        wanted, order_wanted = own.sort(dim=1)
-        if not torch.equal(came, wanted):
-            return f"ids {part.name} are not those that were sent"
-        differ = came_weights.gather(1, order) != weights.gather(1, order_wanted)
-        return f"weights {part.name} are not those that were sent" if bool((differ & (wanted >= 0)).any()) else None
-
-    def _routing_of(self, part: Part) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return ids, -1 for experts of other ranks, and weights of the tokens that should have come."""
-        K, device = self._spec.topk, self._world.device
-        ids = torch.empty(len(part.tokens), K, dtype=torch.int64, device=device)
-        weights = torch.empty(len(part.tokens), K, device=device)
-        for rank in range(self._world.size):
-            own = part.ranks == rank
-            ids[own] = self._ids_of(rank)[part.tokens[own]]
-            draws = self._inputs.draws
-            drawn = self._inputs.routing.draw(rank, self._index % len(draws)).weights.to(device)
-            weights[own] = drawn[part.tokens[own]]
-        return ids, weights
-
-    def _ids_of(self, rank: int) -> torch.Tensor:
-        draws = self._inputs.draws
-        ids = self._inputs.routing.draw(rank, self._index % len(draws)).ids.to(self._world.device).long()
-        local = self._spec.local_experts(self._world.size)
-        return torch.where(torch.div(ids, local, rounding_mode="floor") == self._world.rank, ids, -1)
 
     def _named_work(self) -> dict[str, str | None]:
         dispatch = [] if self._by_expert else ["rows by expert"]
@@ -310,19 +228,3 @@ def _communicator(world: World) -> Any:
     own = bytes(core.get_unique_id().as_bytes) if world.rank == 0 else b""
     unique = core.UniqueId.from_bytes(world.swap(own, "nccl_ep: communicator")[0])
     return core.Communicator.init(nranks=world.size, rank=world.rank, unique_id=unique)
-
-
-def _sources(wanted: list[torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return source and token of each row, from a mask of each rank's tokens."""
-    tokens = [mask.nonzero().flatten() for mask in wanted]
-    ranks = [torch.full_like(of_rank, rank) for rank, of_rank in enumerate(tokens)]
-    return torch.cat(ranks), torch.cat(tokens)
-
-
-def _hashes(rows: torch.Tensor) -> torch.Tensor:
-    """Return a number of each row, made of its bits: equal rows have equal numbers."""
-    bits = rows.view(torch.int16) if rows.element_size() == 2 else rows.view(torch.int32)
-    draw = torch.Generator().manual_seed(1)
-    factors = torch.randint(-(2**62), 2**62, (rows.shape[1],), generator=draw).to(rows.device)
-    starts = range(0, len(bits), HASHED_ROWS)
-    return torch.cat([(bits[start : start + HASHED_ROWS].long() * factors).sum(dim=1) for start in starts])
