@@ -62,7 +62,7 @@ def format_size(size: int) -> str:
 
 Dtype = Literal["bfloat16", "float16", "float32"]
 DispatchWire = Literal["bfloat16", "float16", "float32", "float8_e4m3"]
-OtherSystem = Literal["nvshmem", "deepep_v2", "nccl_ep", "nccl_ep_ll"]
+OtherSystem = Literal["nvshmem", "deepep_v2", "nccl_ep", "nccl_ep_ll", "flashinfer"]
 
 # Groups of the values that a key takes.
 
@@ -270,7 +270,7 @@ class ExchangeSection(Section):
     ] = Field(default="auto", examples=["collective"])
     """GPU ranks: one kernel each way (fused) or several (staged). CPU ranks: shared memory (host). Both: NCCL or Gloo
     (collective, allgather). For comparison on GPUs: rows to known slots (row_push), NCCL's calls alone (nccl_bare),
-    torch's all_to_all_vdev_2d (nvshmem), and libraries to install (deepep_v2, nccl_ep, nccl_ep_ll)."""
+    torch's all_to_all_vdev_2d (nvshmem), and libraries to install (deepep_v2, nccl_ep, nccl_ep_ll, flashinfer)."""
     transport: Literal["auto", "copy_engine"] = Field(default="auto", examples=["copy_engine"])
     """copy_engine (staged only) sends all rows to every rank and occupies no SM."""
     layout: Literal["expert", "rank", "token"] = Field(default="expert", examples=["rank"])

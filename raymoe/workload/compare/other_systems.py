@@ -45,10 +45,11 @@ from raymoe.workload.traffic import traffic_of
 START_S = 60.0
 """Seconds to import torch and the system, to connect, and to compile."""
 NVCC_START_S = 240.0
-"""The same for NCCL EP, whose first process compiles kernels of thousands of lines by nvcc. Later ones find them."""
+"""The same for systems whose first process compiles kernels of thousands of lines by nvcc. Later ones find them."""
 
 NCCL_EP = ("nccl_ep", "nccl_ep_ll")
 """NCCL EP by its algorithms for many tokens (high throughput) and for few (low latency)."""
+FLASHINFER = "flashinfer"
 LOW_LATENCY_EXPERTS = 14
 """The most experts that an SM serves in its low latency."""
 GUARDED_SMS = 16
@@ -170,7 +171,7 @@ class SystemStep:
 
     def __init__(self, world: World, job: Job) -> None:
         self._world, self._job = world, job
-        self._start_s = NVCC_START_S if job.exchange.backend in NCCL_EP else START_S
+        self._start_s = NVCC_START_S if job.exchange.backend in (*NCCL_EP, FLASHINFER) else START_S
         self.failure: str | None = None
         self.facts = SystemFacts((), {})
         uuids = [str(uuid) for uuid in world.swap(_uuid(world), "another system: GPUs")]
@@ -240,6 +241,8 @@ def environment(job: Job, uuids: Sequence[str], rank: int) -> dict[str, str]:
     if job.exchange.backend in NCCL_EP:
         # Kernels of peers map its memory. It compiles its own by the nvcc that CUDA_HOME names.
         return seen | {"NCCL_CUMEM_ENABLE": "1"} | _guard(job) | _compiler()
+    if job.exchange.backend == FLASHINFER:
+        return seen | _compiler()
     return seen | {
         "NVSHMEM_DISABLE_CUDA_VMM": "1",
         "NVSHMEM_SYMMETRIC_SIZE": str(heap_bytes(spec_of(job), job.world.ranks)),
@@ -333,10 +336,18 @@ def refusal(job: Job) -> str | None:
         return f"rows as {rows}; {backend} is run with rows of the dtype and quantises nothing"
     if sums != dtype:
         return f"sums as {sums}; {backend} is run with sums of the dtype"
-    if backend in ("deepep_v2", *NCCL_EP) and dtype != "bfloat16":
+    if backend in ("deepep_v2", *NCCL_EP, FLASHINFER) and dtype != "bfloat16":
         return f"rows of {dtype}; {backend} takes bfloat16"
     if backend == "nccl_ep" and exchange.layout == "expert" and exchange.alignment.bit_count() != 1:
         return f"experts at multiples of {exchange.alignment} rows; nccl_ep takes powers of two"
+    if backend == FLASHINFER and exchange.layout != "rank":
+        return f"rows by {exchange.layout}; flashinfer gives rows by rank: set exchange.layout to rank"
+    if backend == FLASHINFER and exchange.sms != "auto":
+        return (
+            f"{exchange.sms} SMs; flashinfer starts a block for each token and takes no limit: set exchange.sms to auto"
+        )
+    if backend == FLASHINFER and job.routing.masked:
+        return "masked choices; flashinfer takes an expert for each"
     least = -(-job.shape.experts // LOW_LATENCY_EXPERTS)
     if backend == "nccl_ep_ll" and isinstance(exchange.sms, int) and exchange.sms < least:
         return f"{exchange.sms} SMs; nccl_ep_ll takes {least} or more for {job.shape.experts} experts"

@@ -19,7 +19,7 @@ from raymoe.config import Job, job_from_resolved
 from raymoe.errors import RaymoeError
 from raymoe.memory.world import World
 from raymoe.workload.clock import OpClock, TimedOp, Work, calls_of
-from raymoe.workload.compare.other_systems import NCCL_EP, Answer, SystemFacts
+from raymoe.workload.compare.other_systems import FLASHINFER, NCCL_EP, Answer, SystemFacts
 from raymoe.workload.inputs import Inputs, Routing
 from raymoe.workload.measure import Line
 from raymoe.workload.memory_needed import spec_of
@@ -138,6 +138,7 @@ def _refuse(index: int, op: str, wrong: str | None) -> None:
 def system_of(world: World, job: Job) -> System:
     """Make the system of a job, with the tokens of this rank. Imported here, so that a failed import is an answer."""
     from raymoe.workload.compare.deep_ep import DeepEp
+    from raymoe.workload.compare.flash_infer import FlashInfer
     from raymoe.workload.compare.nccl_ep import NcclEp
     from raymoe.workload.compare.nvshmem import VdevAllToAll
 
@@ -149,6 +150,8 @@ def system_of(world: World, job: Job) -> System:
         return DeepEp(world, spec, inputs, sms)
     if backend in NCCL_EP:
         return NcclEp(world, spec, inputs, sms, low_latency=backend == "nccl_ep_ll")
+    if backend == FLASHINFER:
+        return FlashInfer(world, spec, inputs)
     return VdevAllToAll(world, spec, inputs)
 
 
