@@ -336,6 +336,8 @@ def refusal(job: Job) -> str | None:
         return f"rows as {rows}; {backend} is run with rows of the dtype and quantises nothing"
     if sums != dtype:
         return f"sums as {sums}; {backend} is run with sums of the dtype"
+    if exchange.layout == "token":
+        return f"rows by token; {backend} gives them as rows by rank: set exchange.layout to rank"
     if backend in ("deepep_v2", *NCCL_EP, FLASHINFER) and dtype != "bfloat16":
         return f"rows of {dtype}; {backend} takes bfloat16"
     if backend == "nccl_ep" and exchange.layout == "expert" and exchange.alignment.bit_count() != 1:

@@ -159,6 +159,7 @@ def job(**exchange: Any) -> Job:
 def test_what_it_cannot_run_is_refused_before_it_starts() -> None:
     assert refusal(job(layout="rank")) is None
     assert "set exchange.layout to rank" in str(refusal(job()))
+    assert str(refusal(job(layout="token"))).startswith("rows by token; flashinfer gives them as rows by rank")
     assert "set exchange.sms to auto" in str(refusal(job(layout="rank", sms=24)))
     assert "an expert for each" in str(refusal(job(layout="rank", routing={"masked": 0.1})))
     assert "flashinfer is run with rows of the dtype" in str(
