@@ -7,8 +7,9 @@ from typing import Protocol, TypeVar, runtime_checkable
 
 import torch
 
-from raymoe.cuda.current import capturing
+from raymoe.cuda.current import capturing, keep_for_current_stream
 from raymoe.errors import CaptureError, ConfigError, DataRefused
+from raymoe.exchange.refusal import CAUSE_WORD, NUMBER_WORD, Cause
 
 HARMLESS_ERRORS = (ConfigError, CaptureError, DataRefused)
 """Errors that leave no peer inside an operation: mistakes found before it began, and data that all ranks refuse."""
@@ -55,7 +56,7 @@ class Dispatched:
 
     _saved: object
     """The state that the backend saved for the operations that follow, such as the combine: see `saved`."""
-    _owner: object
+    _owner: Backend
     """The backend that made this."""
 
     scales: torch.Tensor | None = None
@@ -82,6 +83,30 @@ class Dispatched:
             # A failed wait may leave any number on the device. The next call on the exchange raises it.
             self.counted = min(max(int(self.expert_offsets[-1]), 0), len(self.weights))
         return self.counted
+
+    def rows_needed(self) -> torch.Tensor:
+        """Return the rows that this rank needed, gaps included, as int32[1] on the world's device. Nothing waits.
+
+        It is the last offset where they fit, and above the capacity where they did not. So a captured program can keep
+        the most of all ranks and steps, and read it later. With layout `token` it counts tokens.
+
+        If ranks refuse the data for another cause, such as an id out of range, only rows that were placed count: maybe
+        none. Of a dispatch whose rows have not been received, or after a failed wait, the number is unspecified.
+
+        >>> from raymoe import Exchange, ExchangeSpec, World
+        >>> world = World.open(rank=0, size=1)
+        >>> world.wire([world.descriptor()])
+        >>> spec = ExchangeSpec(tokens=4, hidden=8, experts=2, topk=1, dtype="float32", alignment=1, capacity=3)
+        >>> with world, Exchange(world, spec) as exchange:
+        ...     ids, weights = torch.tensor([[1], [0], [1], [1]]), torch.ones(4, 1)
+        ...     gots = [exchange.dispatch(torch.ones(n, 8), ids[:n], weights[:n]) for n in (2, 4)]
+        >>> [(got.expert_offsets.tolist(), got.rows_needed().tolist()) for got in gots]
+        [([0, 1, 2], [2]), ([0, 0, 0], [4])]
+        """
+        refusal = self._owner.refusal_words(self)
+        keep_for_current_stream(refusal)  # callers cannot, because they do not see this memory
+        cause, number = refusal[CAUSE_WORD : CAUSE_WORD + 1], refusal[NUMBER_WORD : NUMBER_WORD + 1]
+        return torch.where(cause == Cause.CAPACITY, number, self.expert_offsets[-1:])
 
     def exact(self) -> ExactRows:
         """Return views of the rows that came, without the unused rows of the capacity. On GPUs the host waits once.
@@ -200,6 +225,12 @@ class Backend(Protocol):
         """Send tokens to the ranks of their experts.
 
         Rows go to `out`, [C, H], which is None with layout `rank`. The result's `_owner` is this backend.
+        """
+
+    def refusal_words(self, got: Dispatched) -> torch.Tensor:
+        """Return why this rank refuses the data of a dispatch: a packed `Refusal`, int32[4] on the world's device.
+
+        It may be a view of saved memory. The dispatch may still be running.
         """
 
     def mark(self, got: Dispatched, digest: torch.Tensor) -> None:

@@ -19,6 +19,8 @@ from raymoe.errors import DataRefused
 from raymoe.exchange.spec import ExchangeSpec
 
 _PACKED = struct.Struct("<iiq")
+CAUSE_WORD, NUMBER_WORD = 0, 2
+"""The places of the cause, and of the lower half of the number, among the int32 words of a packed refusal."""
 CARRIES = 2
 """The bit in `other` of a combine that also returns gradients of weights."""
 SITE_BITS, SITE_SHIFT = 29, 2

@@ -141,6 +141,11 @@ class TokenBackend:
         got.site = rows.site = choices.site = sent.site
         return got
 
+    def refusal_words(self, got: Dispatched) -> torch.Tensor:
+        """Return why the rows' part refuses the data. The choices' part always has the capacity."""
+        saved = got.saved(SavedParts)
+        return self.rows.refusal_words(saved.rows)
+
     def mark(self, got: Dispatched, digest: torch.Tensor) -> None:
         saved = got.saved(SavedParts)
         self.rows.mark(saved.rows, digest)

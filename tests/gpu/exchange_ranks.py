@@ -418,6 +418,42 @@ def refuse_in_replay(world: World, case: Case) -> list[tuple[str, bool, bool]]:
     return found
 
 
+def rows_needed(world: World, case: Case, captured: bool = False) -> list[tuple[int, int, str]]:
+    """Keep the most rows that this rank needed so far, without a wait.
+
+    Return for each step the rows needed, the most of all steps so far, and the error.
+    """
+    found = []
+    with own_stream(world.device), open_exchange(world, case) as exchange:
+        inputs = Inputs(case, case.spec.tokens, world.device)
+        needed, most = torch.zeros(2, 1, dtype=torch.int32, device=world.device)
+
+        def enqueue() -> None:
+            got = inputs.dispatch(exchange)
+            needed.copy_(got.rows_needed())
+            torch.maximum(most, needed, out=most)
+            exchange.combine(expert_major(got), got, weighted=case.weighted)
+
+        captures, step = None, enqueue
+        if captured:
+            enqueue()  # of no tokens: a capture loads no kernel of torch
+            captures = Captures(world, exchange, case, case.spec.tokens)
+            step = captures.capture(enqueue)
+        for index in range(len(case.routing)):
+            inputs.load(batches(case, index)[world.rank])
+            needed.fill_(-7)
+            error_text = ""
+            try:
+                step()
+                exchange.check()
+            except DataRefused as error:
+                error_text = str(error)
+            found.append((int(needed), int(most), error_text))
+        if captures is not None:
+            captures.close()
+    return found
+
+
 def combine_in_another_order(world: World, case: Case) -> list[np.ndarray]:
     """Run three dispatches into memory of their own, and combine them in another order."""
     with open_exchange(world, replace(case, spec=replace(case.spec, depth=0))) as exchange:

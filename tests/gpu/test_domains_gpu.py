@@ -28,7 +28,13 @@ from tests.gpu.ranks import GPUS, NEEDS_GPU, GpuRanks, RankGone  # noqa: E402
 from tests.gpu.test_exchange_workload import run  # noqa: E402
 from tests.gpu.test_layer_gpu import run_captured, run_layer  # noqa: E402
 from tests.unit.exchange.exchange_cases import CHUNKED, ENGINE, MANY, ROUTINGS, Case, batches  # noqa: E402
-from tests.unit.exchange.exchange_judge import judge, judge_combine, judge_dispatch, judge_quantised  # noqa: E402
+from tests.unit.exchange.exchange_judge import (  # noqa: E402
+    judge,
+    judge_combine,
+    judge_dispatch,
+    judge_needed,
+    judge_quantised,
+)
 from tests.unit.moe.gradient_cases import (  # noqa: E402
     judge_gradients,
     judge_refused_gradients,
@@ -203,6 +209,14 @@ def test_replays_of_bad_data_are_refused_and_good_ones_work(domains: Domains, ba
     for steps in domains.run(on_rank.refuse_in_replay, case):
         expected = f"rank 0 asked for expert {spec.experts} for its token 0; ids are -1 to {spec.experts - 1}"
         assert steps == [("", False, False), (expected, True, True)] * 2 + [("", False, False)]
+
+
+@inside("fused", CHUNKED, "staged")
+def test_replays_tell_the_rows_needed_where_they_fit_and_where_not(domains: Domains, backend: str) -> None:
+    spec = spec_for(domains)
+    spec = replace(spec, alignment=1, capacity=domains.ranks * spec.tokens * spec.topk - 2)
+    case = Case(domains.ranks, spec, backend, ("uniform", "one", "none", "one", "masked"), seed=5, ragged=False)
+    judge_needed(case, domains.run(on_rank.rows_needed, case, True))
 
 
 @inside("fused", MANY, CHUNKED, "allgather")

@@ -22,7 +22,13 @@ from tests.gpu import mixed_ranks  # noqa: E402
 from tests.gpu.exchange_ranks import KINDS  # noqa: E402
 from tests.gpu.ranks import GPUS, NEEDS_GPU, GpuRanks, RankGone  # noqa: E402
 from tests.unit.exchange.exchange_cases import ENGINE, MANY, ROUTINGS, Case, batches  # noqa: E402
-from tests.unit.exchange.exchange_judge import judge, judge_combine, judge_dispatch, judge_quantised  # noqa: E402
+from tests.unit.exchange.exchange_judge import (  # noqa: E402
+    judge,
+    judge_combine,
+    judge_dispatch,
+    judge_needed,
+    judge_quantised,
+)
 
 pytestmark = NEEDS_GPU
 
@@ -394,6 +400,16 @@ def test_replays_of_bad_data_are_refused_and_good_ones_work(ranks: GpuRanks, bac
     for steps in ranks.run(RANKS, on_rank.refuse_in_replay, case):
         expected = f"rank 0 asked for expert {SMALL.experts} for its token 0; ids are -1 to {SMALL.experts - 1}"
         assert steps == [("", False, False), (expected, True, True)] * 2 + [("", False, False)]
+
+
+@pytest.mark.parametrize("layout", ["expert", "rank", "token"])
+def test_replays_tell_the_rows_needed_where_they_fit_and_where_not(ranks: GpuRanks, backend: str, layout: str) -> None:
+    """Backend `collective` runs the same steps eagerly."""
+    capacity = RANKS * SMALL.tokens * (1 if layout == "token" else SMALL.topk) - 1
+    routings = ("uniform", "one", "skewed", "none", "one", "masked")
+    spec = replace(SMALL, layout=layout, capacity=capacity)
+    case = Case(RANKS, spec, backend, routings, seed=5, ragged=False, weighted=layout != "token")
+    judge_needed(case, ranks.run(RANKS, on_rank.rows_needed, case, backend in CAPTURABLE))
 
 
 def test_misuse_is_refused_before_anything_is_sent(ranks: GpuRanks, backend: str) -> None:

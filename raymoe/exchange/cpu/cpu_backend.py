@@ -291,6 +291,9 @@ class CpuBackend:
             site=call.site,
         )
 
+    def refusal_words(self, got: Dispatched) -> torch.Tensor:
+        return torch.frombuffer(bytearray(got.saved(SavedPlacement).placement.refusal.pack()), dtype=torch.int32)
+
     def mark(self, got: Dispatched, digest: torch.Tensor) -> None:
         got.saved(SavedPlacement).routes.digest = int(digest)
 

@@ -226,6 +226,10 @@ class HierarchicalGpu:
         self._rail_entries.passes.publish_with_ids(stream, saved.number, forward.site)
         return saved.inside
 
+    def refusal_words(self, got: Dispatched) -> torch.Tensor:
+        """Return why the exchange inside refuses the data: its rows and gaps are those of this one."""
+        return self._inside.refusal_words(got.saved(SavedInside).inside)
+
     def mark(self, got: Dispatched, digest: torch.Tensor) -> None:
         """Copy the digest into the upper half of the number that all domains compare. Ranks inside compare theirs."""
         saved = got.saved(SavedInside)

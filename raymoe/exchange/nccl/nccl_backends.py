@@ -120,6 +120,9 @@ class NcclAllgather:
             self._kernels.place(stream, replace(got, x=out), saved)
             self._kernels.compare_passes(stream, out)
 
+    def refusal_words(self, got: Dispatched) -> torch.Tensor:
+        return self._kernels.refusal_words(got.saved(SavedMemory).memory)
+
     def mark(self, got: Dispatched, digest: torch.Tensor) -> None:
         with self._launcher.ordered("dispatch") as stream:
             self._kernels.mark(got.saved(SavedMemory).used_on(stream), digest)
@@ -308,6 +311,9 @@ class NcclCollective:
             got = self._dispatch(stream, tokens, out, state.used_on(stream), forward.site)
             self._kernels.compare_passes(stream, self._kernels.rows_of(got), got.saved(SavedCounts).memory)
             return got
+
+    def refusal_words(self, got: Dispatched) -> torch.Tensor:
+        return self._kernels.refusal_words(got.saved(SavedCounts).memory)
 
     def mark(self, got: Dispatched, digest: torch.Tensor) -> None:
         with self._launcher.ordered("dispatch") as stream:

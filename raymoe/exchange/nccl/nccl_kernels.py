@@ -12,7 +12,7 @@ from raymoe.cuda.gpu import HostWords
 from raymoe.cuda.jit import KernelSource
 from raymoe.cuda.launch import Launch, Shape
 from raymoe.cuda.launcher import Launcher
-from raymoe.exchange.backend import Dispatched, Ids, Tokens
+from raymoe.exchange.backend import Backend, Dispatched, Ids, Tokens
 from raymoe.exchange.nccl import rounds
 from raymoe.exchange.nccl.rounds import DispatchMemory, Sizes
 from raymoe.exchange.refusal import DIGEST_SHIFT, Refusal
@@ -126,7 +126,7 @@ class RoundKernels:
         """Allocate the memory that a dispatch saves for its combine."""
         return self._empty(self._sizes.memory_bytes, torch.uint8)
 
-    def new(self, tokens: Tokens, out: torch.Tensor | None, owner: object) -> Dispatched:
+    def new(self, tokens: Tokens, out: torch.Tensor | None, owner: Backend) -> Dispatched:
         """Allocate the result of a dispatch, uninitialised."""
         return Dispatched(
             x=self._table if out is None else out,
@@ -249,7 +249,7 @@ class RoundKernels:
         """Join the memory of a dispatch and the offsets and counts of its result."""
         return torch.cat((saved.view(torch.int32), got.expert_offsets, got.expert_counts))
 
-    def unpacked(self, metadata: torch.Tensor, weights: torch.Tensor, ids: Ids, owner: object) -> Dispatched:
+    def unpacked(self, metadata: torch.Tensor, weights: torch.Tensor, ids: Ids, owner: Backend) -> Dispatched:
         """Make the result of a dispatch again, without rows. It saves memory."""
         keep_for_current_stream(metadata)
         local = self._sizes.local
@@ -272,6 +272,11 @@ class RoundKernels:
     def record_of(self, saved: torch.Tensor) -> torch.Tensor:
         """Return the bytes of a dispatch's `DispatchRecord` in its memory."""
         return saved[self._memory.record :][: rounds.DispatchRecord.nbytes()]
+
+    def refusal_words(self, saved: torch.Tensor) -> torch.Tensor:
+        """Return why this rank refuses the data of a dispatch: int32[4] in its memory."""
+        begin = rounds.DispatchRecord.offsets()["refusal"]
+        return self.record_of(saved)[begin : begin + Refusal.NBYTES].view(torch.int32)
 
     @property
     def refused_passes(self) -> torch.Tensor:

@@ -12,7 +12,7 @@ from typing import Self
 
 import torch
 
-from raymoe.exchange.backend import Dispatched
+from raymoe.exchange.backend import Backend, Dispatched
 from raymoe.exchange.peer.dispatch import DispatchSummary
 from raymoe.exchange.spec import ExchangeSpec
 from raymoe.memory.layout import ALIGNMENT, round_up
@@ -86,7 +86,7 @@ class KernelDispatched(Dispatched):
 
     @classmethod
     def over(
-        cls, x: torch.Tensor, scales: torch.Tensor | None, tokens: int, saved: SavedMetadata, owner: object
+        cls, x: torch.Tensor, scales: torch.Tensor | None, tokens: int, saved: SavedMetadata, owner: Backend
     ) -> Self:
         """Make a result over the memory in `saved`."""
         got = cls.__new__(cls)  # the dataclass's constructor would need all tensors now

@@ -18,6 +18,7 @@ from raymoe.cuda.launcher import Copies
 from raymoe.cuda.params import Params
 from raymoe.errors import CaptureError, ConfigError
 from raymoe.exchange.backend import Dispatched, EntryPlaces, Ids, Tokens
+from raymoe.exchange.packed_refusal import PackedRefusal
 from raymoe.exchange.peer.build import Build, refuse
 from raymoe.exchange.peer.combine import CombineCall
 from raymoe.exchange.peer.dispatch import DispatchCall, DispatchSummary, RefusalRecord
@@ -184,6 +185,11 @@ class PeerBackend:
         view, ranks = self._metadata.view, self.world.size
         entries = view(metadata, "entry_places").view(torch.int32).view(ranks, self.spec.tokens, self.spec.topk, 2)
         return EntryPlaces(entries[..., 0], view(metadata, "summary").view(torch.int32)[:ranks])
+
+    def refusal_words(self, got: Dispatched) -> torch.Tensor:
+        saved = got.saved(SavedMetadata)
+        begin = (self._metadata.at["summary"] + _REFUSAL_AT) // 4
+        return saved.memory[begin : begin + PackedRefusal.nbytes() // 4]
 
     def mark(self, got: Dispatched, digest: torch.Tensor) -> None:
         """Write the digest into the upper half of the number that the combine sends (`DispatchSummary`)."""

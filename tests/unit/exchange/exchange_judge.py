@@ -170,6 +170,35 @@ def judge_bytes(case: Case, sent: list[Batch]) -> None:
         assert plan.bytes_wire(own_ids, rank, case.ranks, case.spec) == out * case.spec.row_bytes
 
 
+def plan_needed(case: Case, sent: list[Batch]) -> list[int]:
+    """Return the rows that each rank needs, gaps included."""
+    spec, local = case.spec, case.spec.local_experts(case.ranks)
+    ids = [batch.ids[: batch.num_tokens] for batch in sent]
+    if spec.by_token:
+        weights = [batch.weights for batch in sent]
+        return [len(plan.token_plan(ids, weights, rank, local).rows) for rank in range(case.ranks)]
+    return [plan.plan(ids, rank, local, spec.alignment).offsets[-1] for rank in range(case.ranks)]
+
+
+def judge_needed(case: Case, answers: list[list[tuple[int, int, str]]]) -> None:
+    """Judge what `rows_needed` of exchange_ranks.py returned on all ranks. Some steps fit, and some do not."""
+    most, capacity, outcomes = [0] * case.ranks, case.spec.rows(case.ranks), set()
+    for step in range(len(case.routing)):
+        needed = plan_needed(case, batches(case, step))
+        most = [max(pair) for pair in zip(most, needed, strict=True)]
+        told = [(rank, rows) for rank, rows in enumerate(needed) if rows > capacity]
+        outcomes.add(bool(told))
+        for rank, answer in enumerate(answers):
+            assert answer[step][:2] == (needed[rank], most[rank])
+            says = (
+                f"{told[0][1]} rows, gaps included, came to rank {told[0][0]}; its capacity is {capacity}: "
+                if told
+                else ""
+            )
+            assert answer[step][2] == (says + advice(max(needed)) if told else "")
+    assert outcomes == {False, True}
+
+
 def advice(rows_needed: int) -> str:
     """The end of a refusal because of the capacity, as a program that uses the library sees it."""
     return f"skip this step on all ranks, or take ExchangeSpec(capacity={rows_needed}) or more, or 'worst'"

@@ -62,6 +62,7 @@ class Inside:
         self.keeps_places, self.metadata_words = self._backend.keeps_places, self._backend.metadata_words
         self.refusal_record, self.pack = self._backend.refusal_record, self._backend.pack
         self.backward_record, self.mark_passes = self._backend.backward_record, self._backend.mark_passes
+        self.refusal_words = self._backend.refusal_words
         self.check, self.check_waits = self._backend.check, self._backend.check_waits
         self.combine, self.combine_tokens = self._at_once("combine"), self._at_once("combine_tokens")
 

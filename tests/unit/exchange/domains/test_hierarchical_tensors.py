@@ -63,6 +63,10 @@ class FakeInside:
         offsets, counts = made(self._experts + 1, torch.int32), made(self._experts, torch.int32)
         return Dispatched(x, made(self._rows, torch.float32), offsets, counts, index, len(tokens.x), None, self)
 
+    def refusal_words(self, got: Dispatched) -> torch.Tensor:
+        assert got._owner is self
+        return torch.zeros(4, dtype=torch.int32, device=GPU)
+
     def combine(self, rows: torch.Tensor, got: Dispatched, weighted: bool, out: torch.Tensor) -> None:
         assert weighted and got.tokens == len(out)
         assert rows.shape == (self._rows, self._spec.hidden) and out.is_contiguous()
@@ -147,7 +151,7 @@ def test_the_host_reads_nothing_in_a_step(layout: str, alignment: int, wire: dic
         out = torch.zeros(spec.rows(4), 8, dtype=torch.bfloat16, device=GPU)
         got = backend.dispatch(Tokens(x, ids, weights, count), out if layout == "expert" else None)
         backend.combine(out, got, True, y)
-        results = [got.x, got.weights, got.expert_offsets, got.expert_counts, got.index, y]
+        results = [got.x, got.weights, got.expert_offsets, got.expert_counts, got.index, y, got.rows_needed()]
         assert all(result is None or result.device == GPU for result in results)
         assert (len(got.weights), len(got.expert_counts), got.tokens) == (spec.rows(4), 3, 3)
         assert (got.index is None) == (layout == "expert")
