@@ -16,7 +16,7 @@ import pytest
 from tests.gang.conftest import REPO, Head
 from tests.python_path import python_path
 
-DEADLINE_S = 240
+DEADLINE_S = 400
 """For one program. With an empty cache of torch, the compiled one takes 45 s alone, and 150 s beside eight others."""
 AT_ONCE = 3
 TORCHRUN = ("-m", "torch.distributed.run", "--standalone", "--local-addr", "127.0.0.1")

@@ -157,7 +157,7 @@ def job(name: str = "x", **exchange: Any) -> Job:
 
 
 def lines_of(asked: Job) -> list[dict[str, Any]]:
-    worlds = wired(asked.world.ranks, timeout_s=10.0)
+    worlds = wired(asked.world.ranks, timeout_s=60.0)
     [case] = asked.cases()
     answers = each(worlds, lambda world: run_case(case, world, lambda _: None))
     close(worlds)
@@ -168,7 +168,7 @@ def lines_of(asked: Job) -> list[dict[str, Any]]:
 @pytest.fixture
 def scripted(monkeypatch):
     monkeypatch.setattr(other_systems, "PROGRAM", scripted_system.PROGRAM)
-    monkeypatch.setattr(other_systems, "START_S", 20.0)
+    monkeypatch.setattr(other_systems, "START_S", 60.0)
 
 
 def test_a_working_system_has_lines_like_a_backend(scripted, monkeypatch):
