@@ -99,9 +99,9 @@ class Dispatched:
         >>> spec = ExchangeSpec(tokens=4, hidden=8, experts=2, topk=1, dtype="float32", alignment=1, capacity=3)
         >>> with world, Exchange(world, spec) as exchange:
         ...     ids, weights = torch.tensor([[1], [0], [1], [1]]), torch.ones(4, 1)
-        ...     gots = [exchange.dispatch(torch.ones(n, 8), ids[:n], weights[:n]) for n in (2, 4)]
-        >>> [(got.expert_offsets.tolist(), got.rows_needed().tolist()) for got in gots]
-        [([0, 1, 2], [2]), ([0, 0, 0], [4])]
+        ...     two, four = (exchange.dispatch(torch.ones(n, 8), ids[:n], weights[:n]) for n in (2, 4))
+        >>> two.rows_needed().item(), four.rows_needed().item(), four.expert_offsets.tolist()
+        (2, 4, [0, 0, 0])
         """
         refusal = self._owner.refusal_words(self)
         keep_for_current_stream(refusal)  # callers cannot, because they do not see this memory

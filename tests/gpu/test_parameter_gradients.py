@@ -31,7 +31,9 @@ def test_every_gradient_is_as_near_float64_as_torch_s_and_repeats(
     ranks: GpuRanks, family: str, case: str, tokens: int, size: int
 ) -> None:
     for outcome in ranks.run(size, run_family, family, cases(tokens, torch.bfloat16)[case]):
-        worst = max(outcome.errors, key=lambda name: outcome.errors[name] / max(outcome.torch_errors[name], 2**-8))
+        worst = max(
+            outcome.torch_errors, key=lambda name: outcome.errors[name] / max(outcome.torch_errors[name], 2**-8)
+        )
         print(
             f"{family}, {case}, {tokens} tokens, {size} ranks: largest error {max(outcome.errors.values()):.4f}; "
             f"{worst} {outcome.errors[worst]:.4f}, by torch {outcome.torch_errors[worst]:.4f}"

@@ -24,6 +24,7 @@ from raymoe.moe.router_formulas import RouterForm
 
 H, F, E = 128, 64, 8
 EPS = 1e-6
+FEW_NUMBERS = 64
 Gradients = dict[str, torch.Tensor]
 
 
@@ -316,6 +317,7 @@ class Outcome:
 
     errors: dict[str, float]
     torch_errors: dict[str, float]
+    """Of gradients with FEW_NUMBERS or more: the norms of fewer are mostly chance."""
     differing: list[str]
     most_rows: int
     """Of one expert."""
@@ -323,9 +325,9 @@ class Outcome:
     def beyond(self, ratio: float) -> dict[str, tuple[float, float]]:
         """The errors that are more than `ratio` times torch's, and more than a last place of bfloat16 results."""
         return {
-            name: (error, self.torch_errors[name])
-            for name, error in self.errors.items()
-            if error > max(ratio * self.torch_errors[name], 2**-8)
+            name: (self.errors[name], by_torch)
+            for name, by_torch in self.torch_errors.items()
+            if self.errors[name] > max(ratio * by_torch, 2**-8)
         }
 
 
@@ -342,7 +344,7 @@ def run_family(world: World, family: str, case: Case) -> Outcome:
     rows = torch.cat([each.ids[each.kept] for each in batches])
     return Outcome(
         {name: relative(have, wanted[name]) for name, have in found.items()},
-        {name: relative(by_torch[name], want) for name, want in wanted.items()},
+        {name: relative(by_torch[name], want) for name, want in wanted.items() if want.numel() >= FEW_NUMBERS},
         [name for name, each in found.items() if not torch.equal(each, again[name])],
         int(torch.bincount(rows, minlength=E).max()),
     )

@@ -13,8 +13,8 @@ from tests.unit.moe.family_gradients import CASES, FAMILIES, Case, Outcome, Refe
 from tests.unit.worlds import close, each, wired
 
 BOUNDS = {torch.float32: 1e-5, torch.bfloat16: 1.5e-2}
-CPU_RATIO = 1.4
-"""On CPUs torch's functions round the activation after each of its steps, which the reference rounds once."""
+CPU_RATIO = 2.0
+"""On CPUs the activation is rounded after each of its steps, and few tokens leave noise in gradients of routers."""
 
 
 def outcomes_of(family: str, ranks: int, case: Case) -> list[Outcome]:
