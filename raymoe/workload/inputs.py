@@ -176,6 +176,12 @@ class Batch:
     ids: torch.Tensor
     weights: torch.Tensor
 
+    def copy_(self, batch: Batch) -> None:
+        """Copy another batch into this one's memory, which captured graphs read."""
+        self.x.copy_(batch.x)
+        self.ids.copy_(batch.ids)
+        self.weights.copy_(batch.weights)
+
 
 class Inputs:
     """One rank's batches. Timed steps take turns with a few batches that were made in advance.

@@ -1,6 +1,6 @@
 """The gradient of every parameter of each family of models in bfloat16, against float64, twice: equal bit for bit.
 
-An error is at most 1.2 times that of the same layer with torch's products (`family_gradients.TORCH`).
+An error is at most 1.2 times that of the same formula with torch's products (`family_gradients.TORCH`).
 """
 
 from __future__ import annotations

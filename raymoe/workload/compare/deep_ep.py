@@ -89,9 +89,7 @@ class DeepEp:
 
     def take(self, index: int, *, fresh: bool) -> None:
         batch, self._index = self._inputs.at(index, fresh=fresh), index
-        self._batch.x.copy_(batch.x)
-        self._batch.ids.copy_(batch.ids)
-        self._batch.weights.copy_(batch.weights)
+        self._batch.copy_(batch)
         if self._quantised is not None:
             for memory, values in zip(self._quantised, quantise(batch.x), strict=True):
                 memory.copy_(values)

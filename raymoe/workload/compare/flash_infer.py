@@ -1,7 +1,7 @@
 """FlashInfer's one-sided exchange, of the package flashinfer-python, without a wait of the host.
 
-A dispatch stores a token once into the memory of each rank that needs it, in a block of T rows for each source, in any
-order, with the ids and weights of all its experts. Then it marks the ids of places that got no row.
+A dispatch stores a token once into the memory of each rank that needs it, with the ids and weights of all its experts.
+Each source has a block of T rows there, which come in any order. Then the ids of places without a row are marked.
 
 A combine reads rows from all ranks and adds them. The weights, and the sum of a rank's rows of a token, are applied
 where rows are computed, off the clock. The rows are written where the combine reads them, so it copies none.
@@ -77,10 +77,8 @@ class FlashInfer:
         return {"sms": None}
 
     def take(self, index: int, *, fresh: bool) -> None:
-        batch, self._index = self._inputs.at(index, fresh=fresh), index
-        self._batch.x.copy_(batch.x)
-        self._batch.ids.copy_(batch.ids)
-        self._batch.weights.copy_(batch.weights)
+        self._batch.copy_(self._inputs.at(index, fresh=fresh))
+        self._index = index
         self._rows.uniform_(-1, 1)  # a verified step leaves NaN
         if fresh:
             for memory in (self._x, self._weights):

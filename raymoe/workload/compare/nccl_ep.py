@@ -112,10 +112,8 @@ class NcclEp:
         return {"sms": self._sms or None}
 
     def take(self, index: int, *, fresh: bool) -> None:
-        batch, self._index = self._inputs.at(index, fresh=fresh), index
-        self._batch.x.copy_(batch.x)
-        self._batch.ids.copy_(batch.ids)
-        self._batch.weights.copy_(batch.weights)
+        self._batch.copy_(self._inputs.at(index, fresh=fresh))
+        self._index = index
         self._rows.uniform_(-1, 1)  # a verified step leaves NaN
         if fresh:
             self._received.poison()

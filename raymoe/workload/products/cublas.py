@@ -32,7 +32,7 @@ def grouped_call() -> Any:
 
 
 @dataclass(frozen=True)
-class Groups:
+class GroupArrays:
     """The arguments of a call. To cuBLAS, which counts by columns, weights are [K, N], rows [K, r], and results [N, r].
 
     cuBLAS reads the arrays of the host in each call, and those of the device when the product runs.
@@ -44,7 +44,7 @@ class Groups:
     addresses: Tensor
 
     @classmethod
-    def of(cls, task: Task, y: Tensor) -> Groups:
+    def of(cls, task: Task, y: Tensor) -> GroupArrays:
         outputs, columns = task.weight.shape[1:]
         experts = [expert for expert, count in enumerate(task.sizes.counts) if count]
         starts = [task.sizes.starts[expert] for expert in experts]
@@ -86,7 +86,7 @@ def by_cublas(task: Task) -> Compute:
     if not task.on_gpu or task.x.dtype not in _TYPES:
         raise Unavailable("cuBLAS is compared on GPUs, with rows of 16 bits")
     call = grouped_call()
-    groups = Groups.of(task, task.x.new_empty(len(task.x), task.weight.shape[1]))
+    groups = GroupArrays.of(task, task.x.new_empty(len(task.x), task.weight.shape[1]))
     handle: Any = torch.cuda.current_blas_handle  # has no annotations
 
     def compute() -> Tensor:

@@ -220,8 +220,8 @@ class Batch(NamedTuple):
 class Reference:
     """A layer with all experts on some tokens, each of which goes to given experts, in plain torch.
 
-    `products` is the dtype of operands and results of all products but the router's, of rows between modules, and of
-    the sums over the experts of a rank, which cross ranks. Everything else is `sums`.
+    `products` is the dtype of operands and results of all products but the router's, and of rows between modules. Sums
+    over the experts of a rank, which cross ranks, have it too. Everything else is `sums`.
     """
 
     products: torch.dtype
@@ -295,7 +295,7 @@ class Reference:
 
 FLOAT64 = Reference(torch.float64, torch.float64)
 TORCH = Reference(torch.bfloat16, torch.float32)
-"""What a careful user of torch would write: rows and products in bfloat16, all between them in float32."""
+"""Rows and products are bfloat16, all between them is float32, as in careful programs without raymoe."""
 
 
 def weights_of(form: RouterForm, logits: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:

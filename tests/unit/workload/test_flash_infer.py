@@ -23,7 +23,7 @@ SIZE, TOKENS, H, E, K = 2, 13, 256, 8, 3
 
 
 class FakeWorkspace:
-    """What `MoeAlltoAll` gives to its functions: the memory of all ranks, and where things are in it."""
+    """The memory of all ranks, which `MoeAlltoAll` gives to the functions."""
 
     def __init__(self, fake: FakeFlashInfer, rank: int) -> None:
         self.fake, self.rank = fake, rank

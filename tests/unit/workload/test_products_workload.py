@@ -20,7 +20,7 @@ from raymoe.workload import Progress, run_case
 from raymoe.workload.memory_needed import device_bytes, products_bytes
 from raymoe.workload.oracle import BOUNDS
 from raymoe.workload.products import systems as systems_of
-from raymoe.workload.products.cublas import Groups
+from raymoe.workload.products.cublas import GroupArrays
 from raymoe.workload.products.gradient_systems import by_torch
 from raymoe.workload.products.prepared import by_places
 from raymoe.workload.products.run_products import SWIGLU_SLACK
@@ -254,7 +254,7 @@ def as_columns(address: int, rows: int, columns: int, dtype: torch.dtype) -> tor
 
 
 def multiply_groups(handle, of_a, of_b, m, n, k, ones, a, a_type, lda, b, b_type, ldb, *others):
-    """What cuBLAS does with each group: op(A) B, all by columns."""
+    """Multiply each group as cuBLAS does: op(A) B, all by columns."""
     zeros, c, c_type, ldc, groups, sizes, compute = others
     assert (handle.value, a_type, b_type, c_type, compute) == (7, 14, 14, 14, 68)
     pointers = [(ctypes.c_int64 * groups).from_address(each.value) for each in (a, b, c)]
@@ -272,7 +272,7 @@ def multiply_groups(handle, of_a, of_b, m, n, k, ones, a, a_type, lda, b, b_type
 def test_cublas_gets_a_group_for_each_expert_with_rows(op: str) -> None:
     task = Task.drawn(op, ProductSizes((3, 0, 40, 16), 48, 24, "bfloat16"), 0, CPU)
     y = task.x.new_full((len(task.x), task.weight.shape[1]), torch.nan)
-    groups = Groups.of(task, y)
+    groups = GroupArrays.of(task, y)
     assert groups.addresses.shape == (3, 3)
     groups.multiply(multiply_groups, 7)
     assert by_places(task, lambda: y).error(y) <= BOUNDS[torch.bfloat16]
