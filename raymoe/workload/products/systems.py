@@ -105,7 +105,7 @@ def _deep_gemm(task: Task) -> Prepared:
 
 
 def _deep_gemm_contiguous(task: Task, deep_gemm: Any) -> Prepared:
-    starts, rows = padded_places(task.sizes.counts, deep_gemm.get_m_alignment_for_contiguous_layout())
+    starts, rows = padded_places(task.sizes.counts, deep_gemm.get_mk_alignment_for_contiguous_layout())
     x = task.x.new_zeros(rows, task.x.shape[1])
     experts = torch.full((rows,), -1, dtype=torch.int32, device=x.device)
     places = _places_from(task, starts)

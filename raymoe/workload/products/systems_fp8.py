@@ -140,7 +140,7 @@ def _deep_gemm(task: Task) -> Prepared:
 
 
 def _deep_gemm_contiguous(task: Task, operands: ScaledOperands, deep_gemm: Any) -> Prepared:
-    starts, rows = padded_places(task.sizes.counts, deep_gemm.get_m_alignment_for_contiguous_layout())
+    starts, rows = padded_places(task.sizes.counts, deep_gemm.get_mk_alignment_for_contiguous_layout())
     parts = [torch.arange(start, start + count) for start, count in zip(starts, task.sizes.counts, strict=True)]
     places, device = torch.cat(parts).to(task.x.device), task.x.device
     x = torch.zeros(rows, operands.x.shape[1], dtype=torch.uint8, device=device)

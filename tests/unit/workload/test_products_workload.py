@@ -210,7 +210,7 @@ class DeepGemm:
     """The two products of DeepGEMM, as its page describes them."""
 
     @staticmethod
-    def get_m_alignment_for_contiguous_layout() -> int:
+    def get_mk_alignment_for_contiguous_layout() -> int:
         return 128
 
     @staticmethod
