@@ -75,7 +75,8 @@ class Step:
 
 def steps() -> list[Step]:
     """Return all cases with the kinds mixed, so that a run that is cut short has run some of each."""
-    return mixed([copied(), streamed(), alone(), exchanged(), quantised(), in_halves(), refused(), gradients()])
+    exchanges = [exchanged(), on_few_sms(), quantised(), in_halves(), refused(), gradients()]
+    return mixed([copied(), streamed(), alone(), *exchanges])
 
 
 def mixed(kinds: Iterable[list[Step]]) -> list[Step]:
@@ -156,6 +157,16 @@ def exchanged() -> list[Step]:
         for together in zip(*kinds, strict=True)
         for case in together
     ]
+
+
+def on_few_sms() -> list[Step]:
+    found = []
+    for sms in exchange.FEW_SMS:
+        for case in exchange.on_few_sms("fused", SIZE, sms):
+            found.append(Step(f"{name_of(case)}, on {sms} SMs", partial(exchange.judge_all, cases=[case])))
+        quantised = partial(exchange.test_rows_cross_as_fp8_on_few_sms, sms=sms)
+        found.append(Step(f"fused: rows as fp8 on {sms} SMs", quantised))
+    return found
 
 
 def quantised() -> list[Step]:
@@ -263,6 +274,7 @@ def main() -> int:
         help="run only kernels of one rank: copies, rows whose threads each arrive for themselves, routers",
     )
     cases.add_argument("--baseline", action="store_true", help="run only rows that are loaded by IN_TURN, the baseline")
+    cases.add_argument("--few-sms", action="store_true", help="run only exchanges on few SMs")
     cases.add_argument("--seconds", type=float, default=float("inf"), help="begin no case after this many seconds")
     commands.add_parser("inject").add_argument("tool", choices=sorted(on_rank.MISTAKES))
     options = parser.parse_args()
@@ -277,6 +289,8 @@ def main() -> int:
             wanted = mixed([copied(), streamed(("PIPED", "PLAIN"), arrives=True), alone(arrives=True)])
         elif options.baseline:
             wanted = streamed(("IN_TURN",))
+        elif options.few_sms:
+            wanted = on_few_sms()
         return run_cases(options.exact, options.seconds, wanted)
 
 

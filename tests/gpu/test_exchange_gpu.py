@@ -98,6 +98,20 @@ def edges(backend: str, size: int) -> list[Case]:
     return [*cases, *(replace(case, exact=True) for case in (cases[6], cases[9], cases[-1]))]
 
 
+FEW_SMS = (1, 8, 24, 48)
+"""Limits of SMs whose launches differ: by the roles of their blocks, and by how a combine takes rows."""
+
+
+def on_few_sms(backend: str, size: int, sms: int) -> list[Case]:
+    """Return cases of few tokens, and of so many that each warp has several rows."""
+    specs = [
+        ExchangeSpec(tokens=tokens, hidden=1024, experts=8 * size, topk=4, layout=layout, padding="zero")
+        for tokens in (20, 200)
+        for layout in ("expert", "rank")
+    ]
+    return [Case(size, spec, backend, ("uniform", "skewed"), seed, sms=sms) for seed, spec in enumerate(specs)]
+
+
 def drawn(backend: str, size: int, seed: int, count: int) -> list[Case]:
     """Draw cases of all kinds, always the same for a seed."""
     rng, cases = np.random.default_rng((seed, size)), []
@@ -141,6 +155,13 @@ def test_drawn_cases_are_right(ranks: GpuRanks, backend: str, size: int, seed: i
     judge_all(ranks, drawn(backend, size, seed, count=10))
 
 
+@pytest.mark.parametrize("sms", FEW_SMS)
+def test_cases_on_few_sms_are_right(ranks: GpuRanks, backend: str, sms: int) -> None:
+    if backend not in WITH_WORKSPACE:
+        pytest.skip(f"{backend} has no limit of SMs")
+    judge_all(ranks, on_few_sms(backend, RANKS, sms))
+
+
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
 def test_a_larger_case_is_right(ranks: GpuRanks, backend: str, dtype: str) -> None:
     spec = ExchangeSpec(tokens=512, hidden=1024, experts=8 * RANKS, topk=4, dtype=dtype)
@@ -168,7 +189,16 @@ QUANTISED = [
 def test_rows_cross_as_fp8(ranks: GpuRanks, backend: str, spec: ExchangeSpec) -> None:
     if backend not in QUANTISING:
         pytest.skip(f"{backend} sends rows in their own dtype; choice.why_not says so")
-    case = Case(RANKS, spec, backend, ("uniform", "masked", "one"), seed=spec.hidden)
+    judge_fp8(ranks, Case(RANKS, spec, backend, ("uniform", "masked", "one"), seed=spec.hidden))
+
+
+@pytest.mark.parametrize("sms", FEW_SMS)
+def test_rows_cross_as_fp8_on_few_sms(ranks: GpuRanks, sms: int) -> None:
+    for spec in QUANTISED[:4]:
+        judge_fp8(ranks, Case(RANKS, spec, "fused", ("uniform", "masked"), seed=spec.hidden, sms=sms))
+
+
+def judge_fp8(ranks: GpuRanks, case: Case) -> None:
     answers = ranks.run(RANKS, on_rank.quantised_steps, case)
     for step in range(len(case.routing)):
         judge_quantised(case, [on_rank.with_zeros(batch) for batch in batches(case, step)], [a[step] for a in answers])

@@ -36,6 +36,7 @@ class Case:
     given: bool = False  # memory given by the caller
     wide_topk_idx: bool = True
     exact: bool = False  # combine the rows that came alone: the host reads their number
+    sms: int | None = None  # the limit that a caller sets on a GPU; None leaves it to the exchange
 
 
 @dataclass
@@ -132,6 +133,8 @@ def open_exchange(world: World, case: Case, **options: Any) -> Exchange:
     tokens, however few there are. CHUNKED is `fused` between domains, with rows in chunks, the last of them smaller.
     """
     kind, _, name = case.backend.rpartition(" ")
+    if case.sms is not None:
+        options["sms"] = case.sms
     if case.backend == CHUNKED:
         return Exchange(world, case.spec, backend=name, chunk=case.spec.tokens // 5 + 3, **options)
     if case.backend == MANY:
