@@ -98,7 +98,7 @@ def edges(backend: str, size: int) -> list[Case]:
     return [*cases, *(replace(case, exact=True) for case in (cases[6], cases[9], cases[-1]))]
 
 
-FEW_SMS = (1, 8, 24, 48)
+FEW_SMS = (2, 8, 24, 48)
 """Limits of SMs whose launches differ: by the roles of their blocks, and by how a combine takes rows."""
 
 

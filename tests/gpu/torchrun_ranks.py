@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import multiprocessing
 import os
+import pickle
 import time
 import traceback
 from collections.abc import Callable
@@ -50,7 +51,7 @@ def torchrun(size: int, folder: Path, backend: str, function: Callable[..., Any]
 def _answer(rank: int, pipe: Connection, deadline: float) -> Any:
     if not pipe.poll(max(0.0, deadline - time.monotonic())):
         raise TimeoutError(f"rank {rank} did not answer within {DEADLINE_S} s")
-    answer, trace = pipe.recv()
+    answer, trace = pickle.loads(pipe.recv_bytes())
     if trace:
         raise AssertionError(f"rank {rank}: {trace}")
     return answer
@@ -63,9 +64,11 @@ def _serve(pipe: Connection, work: tuple[Any, ...]) -> None:
         dist.init_process_group(
             backend, init_method=f"file://{store}", rank=rank, world_size=size, timeout=timedelta(seconds=60)
         )
-        pipe.send((function(rank, *args), ""))
+        answer = (function(rank, *args), "")
     except BaseException:  # noqa: BLE001 - the test shows it; pytest's own errors are not Exceptions
-        pipe.send((None, traceback.format_exc()))
+        answer = (None, traceback.format_exc())
+    # A pipe's own `send` would leave tensors in memory of this process, which ends before they are read.
+    pipe.send_bytes(pickle.dumps(answer))
 
 
 # Functions that ranks run.

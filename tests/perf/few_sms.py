@@ -174,6 +174,8 @@ def main() -> None:
     parser.add_argument("--wire", default="bfloat16", help="the type in which rows of a dispatch cross")
     parser.add_argument("--rounds", type=int, default=9)
     asked = parser.parse_args()
+    if "rank" in asked.layouts and {"lines", "divided"} & set(asked.ways):
+        parser.error("rows by rank do not go by lines; choose other --ways")
     torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
     dist.init_process_group("gloo")
     with raymoe.World.of(device="cuda") as world:

@@ -337,7 +337,8 @@ def run_family(world: World, family: str, case: Case) -> Outcome:
     found, own_ids = step(layer, case, *inputs[world.rank])
     again, _ = step(layer, case, *inputs[world.rank])
     layer.exchange.check()
-    ids = [each.to(world.device) for each in world.swap(own_ids.cpu(), "ids")]  # type: ignore[attr-defined]
+    small = own_ids.to(torch.int16).cpu()  # 64 KB fit in a message
+    ids = [each.to(world.device, torch.int64) for each in world.swap(small, "ids")]  # type: ignore[attr-defined]
     batches = [Batch(*tensors, of, case.kept(of)) for tensors, of in zip(inputs, ids, strict=True)]
     wanted, by_torch = (reference.of_rank(family, case, world, batches) for reference in (FLOAT64, TORCH))
     assert set(found) == set(wanted)
