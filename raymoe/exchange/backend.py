@@ -69,13 +69,16 @@ class Dispatched:
     """int32[C, 2] with layout `token`: rank and token. Rows after the last one that came have -1."""
     counted: int | None = None
     """The rows up to the last offset, once the host knows them: see `count`."""
+    captured: bool = False
+    """Whether a capture made this. Then each replay has rows of its own, and a number of them."""
 
     def count(self) -> int:
         """Return the number of rows up to the last offset, gaps included. On GPUs the first call waits for the device.
 
-        A capture cannot wait. Of a dispatch whose rows have not been received, the number is unspecified.
+        A capture cannot wait. Of a captured dispatch every call waits, and returns the number of the last replay. Of a
+        dispatch whose rows have not been received, the number is unspecified.
         """
-        if self.counted is None:
+        if self.counted is None or self.captured:
             if capturing(self.expert_offsets.device):
                 raise CaptureError(
                     "the number of rows was asked for in a capture, which cannot wait; read it on the device"
@@ -110,6 +113,8 @@ class Dispatched:
 
     def exact(self) -> ExactRows:
         """Return views of the rows that came, without the unused rows of the capacity. On GPUs the host waits once.
+
+        Of a captured dispatch it waits at each call, for the views of the last replay.
 
         `combine` takes results for these rows, or for all C.
 

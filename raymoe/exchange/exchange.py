@@ -496,6 +496,9 @@ class Exchange(OfOneProcess):
         space = self._workspace
         if capturing(self.world.device) if space is None else space.captured:
             self._captured_memory += memory
+            for got in memory:
+                if isinstance(got, Dispatched):
+                    got.captured = True
 
     def _split_backend(self, op: str, sent: Dispatched | PendingCombine | None = None) -> SplitBackend:
         """Return the backend, if it can split operations and `op` may be called now.

@@ -252,6 +252,18 @@ def test_a_rank_can_refuse_in_the_place_of_combine() -> None:
             exchange.refuse(got)
 
 
+@pytest.mark.parametrize("captured", [False, True])
+def test_the_number_of_rows_is_that_of_the_last_replay(captured: bool) -> None:
+    with World.open(rank=0, size=1) as world:
+        world.wire([world.descriptor()])
+        with Exchange(world, SPEC) as exchange:
+            got = exchange.dispatch(torch.ones(3, 8), torch.tensor([[0, 1]] * 3), torch.ones(3, 2))
+            got.captured = captured
+            assert got.count() == len(got.exact().x) == 3
+            got.expert_offsets[-1] = 2  # as a replay writes it
+            assert got.count() == len(got.exact().x) == (2 if captured else 3)
+
+
 def test_capacity_counts_tokens() -> None:
     assert SPEC.rows(ranks=2) == 10
     assert replace(SPEC, capacity=0.7).rows(ranks=2) == 7  # of 5 tokens on min(K, R) ranks
