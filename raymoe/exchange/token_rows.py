@@ -32,6 +32,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from raymoe.cuda.current import CapturedMemory
 from raymoe.errors import ConfigError
 from raymoe.exchange.backend import Backend, Dispatched, Ids, Tokens
 from raymoe.exchange.spec import ExchangeSpec
@@ -72,6 +73,7 @@ class TokenBackend:
         self._most = world.size * spec.tokens
         self._width = spec.parts(world.size)[1].hidden
         device = world.device
+        self._memory = CapturedMemory(device)
         self._earlier = torch.ones(spec.topk, spec.topk, dtype=torch.bool, device=device).tril(-1)
         self._places = torch.arange(self._capacity, dtype=torch.int32, device=device)
         self._sources = torch.zeros(spec.tokens, self._width, dtype=torch.float32, device=device)
@@ -92,9 +94,10 @@ class TokenBackend:
 
     @torch.no_grad()
     def dispatch(self, tokens: Tokens, out: torch.Tensor | None) -> Dispatched:
-        rows, choices = self.tokens_of(tokens)
-        into = torch.empty(self._most, self._width, dtype=torch.float32, device=tokens.x.device)
-        return self.result_of(rows, choices, self.rows.dispatch(rows, out), self._choices.dispatch(choices, into))
+        with self._memory():
+            rows, choices = self.tokens_of(tokens)
+            into = torch.empty(self._most, self._width, dtype=torch.float32, device=tokens.x.device)
+            return self.result_of(rows, choices, self.rows.dispatch(rows, out), self._choices.dispatch(choices, into))
 
     def tokens_of(self, tokens: Tokens) -> tuple[Tokens, Tokens]:
         """Return the input of both parts.
@@ -171,11 +174,12 @@ class TokenBackend:
     ) -> None:
         saved, K = got.saved(SavedParts).of_site(got.site), self._topk
         self.rows.combine(rows, saved.rows, False, out)
-        gradients = torch.zeros(len(weights), self._width, dtype=torch.float32, device=weights.device)
-        gradients[:, K : 2 * K] = torch.where(saved.topk_idx[: len(weights)] >= 0, weights, 0.0)
-        entries = torch.empty(len(out_weights), self._width, dtype=torch.float32, device=weights.device)
-        self._choices.combine(gradients, saved.choices, False, entries)
-        out_weights.copy_(entries[:, K : 2 * K])  # an entry has its expert on one rank; the others add zeros
+        with self._memory():
+            gradients = torch.zeros(len(weights), self._width, dtype=torch.float32, device=weights.device)
+            gradients[:, K : 2 * K] = torch.where(saved.topk_idx[: len(weights)] >= 0, weights, 0.0)
+            entries = torch.empty(len(out_weights), self._width, dtype=torch.float32, device=weights.device)
+            self._choices.combine(gradients, saved.choices, False, entries)
+            out_weights.copy_(entries[:, K : 2 * K])  # an entry has its expert on one rank; the others add zeros
 
     @torch.no_grad()
     def dispatch_known(self, x: torch.Tensor, got: Dispatched, out: torch.Tensor) -> None:
@@ -206,8 +210,9 @@ class TokenBackend:
         saved = got.saved(SavedParts)
         parts = self.rows.pack(saved.rows), self._choices.pack(saved.choices), saved.homes.int().flatten()
         ends = zip(parts, self._places_of_metadata, strict=True)
-        padded = [torch.nn.functional.pad(part, (0, words - len(part))) for part, words in ends]
-        return torch.cat([*padded, saved.topk_idx.flatten()])
+        with self._memory():
+            padded = [torch.nn.functional.pad(part, (0, words - len(part))) for part, words in ends]
+            return torch.cat([*padded, saved.topk_idx.flatten()])
 
     def unpack(self, metadata: torch.Tensor, rows: torch.Tensor, weights: torch.Tensor, ids: Ids) -> Dispatched:
         K, tokens = self._topk, len(ids.topk_idx)
@@ -232,5 +237,6 @@ class TokenBackend:
     def close(self, together: bool) -> None:
         self._choices.close(together)
         self.rows.close(together)
+        self._memory.close()
         if self._own_workspace is not None:
             self._own_workspace.close()

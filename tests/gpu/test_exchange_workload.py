@@ -56,7 +56,7 @@ def lines_of(ranks, given: dict[str, Any]) -> list[dict[str, Any]]:
 
 
 @pytest.mark.parametrize("graph", [True, False], ids=["graph", "eager"])
-@pytest.mark.parametrize("layout", ["expert", "rank"])
+@pytest.mark.parametrize("layout", ["expert", "rank", "token"])
 @pytest.mark.parametrize("backend", ["fused", "staged", pytest.param("allgather", marks=NCCL)])
 def test_every_line_is_complete_and_verified(ranks, backend, layout, graph):
     exchange = {"backend": backend, "layout": layout}
@@ -83,8 +83,10 @@ def test_collective_runs_eagerly_and_refuses_graphs(ranks):
         assert isinstance(error, ConfigError) and "cannot be captured" in str(error)
 
 
-def test_few_tokens_are_timed_in_samples_of_many_runs(ranks):
-    lines = lines_of(ranks, job(2, shape={"tokens": 3}, exchange={"backend": "fused"}, steps={"graph": True}))
+@pytest.mark.parametrize("layout", ["expert", "token"])
+def test_few_tokens_are_timed_in_samples_of_many_runs(ranks, layout):
+    exchange = {"backend": "fused", "layout": layout}
+    lines = lines_of(ranks, job(2, shape={"tokens": 3}, exchange=exchange, steps={"graph": True}))
     assert [(line["op"], line["l2"], line["verified"]) for line in lines] == [(*op, True) for op in OPS]
 
 

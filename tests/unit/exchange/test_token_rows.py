@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -12,6 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from raymoe.errors import ConfigError, DataRefused
+from raymoe.exchange import token_rows
 from raymoe.exchange.backend import Dispatched
 from raymoe.exchange.exchange import Exchange
 from raymoe.exchange.spec import ExchangeSpec
@@ -262,6 +265,32 @@ def test_the_number_of_rows_is_that_of_the_last_replay(captured: bool) -> None:
             assert got.count() == len(got.exact().x) == 3
             got.expert_offsets[-1] = 2  # as a replay writes it
             assert got.count() == len(got.exact().x) == (2 if captured else 3)
+
+
+def test_a_captured_dispatch_allocates_where_no_other_code_does(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Replays write to the memory of a capture, also to that of results which it freed."""
+    inside, entered = [False], []
+
+    @contextmanager
+    def memory() -> Iterator[None]:
+        inside[0] = True
+        yield
+        inside[0] = False
+
+    monkeypatch.setattr(token_rows.CapturedMemory, "__call__", lambda _: memory())
+    for name in ("tokens_of", "result_of"):
+        made = getattr(token_rows.TokenBackend, name)
+
+        def call(*given: Any, made: Any = made) -> Any:
+            entered.append(inside[0])
+            return made(*given)
+
+        monkeypatch.setattr(token_rows.TokenBackend, name, call)
+    with World.open(rank=0, size=1) as world:
+        world.wire([world.descriptor()])
+        with Exchange(world, SPEC) as exchange:
+            exchange.dispatch(torch.ones(3, 8), torch.tensor([[0, 1]] * 3), torch.ones(3, 2))
+    assert entered == [True, True] and not inside[0]
 
 
 def test_capacity_counts_tokens() -> None:
