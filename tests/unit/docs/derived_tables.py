@@ -17,7 +17,7 @@ from tests.unit.docs.raw_lines import BENCHMARKS, Column, date_of, lines_of
 
 Cells = Sequence[Sequence[str]]
 BESIDE = "bench_overlap_h200x2"
-CAPTURED_LAYERS, FP8_FORWARD = "captured_layers_h200x2.txt", "fp8_forward_h100.txt"
+CAPTURED_LAYERS, FP8_FORWARD = "captured_layers_h100x2.txt", "fp8_forward_h100.txt"
 
 
 @dataclass(frozen=True)
@@ -219,18 +219,19 @@ LAYERS = (
     ("8 bits beside 16 of `96bc87d`, 1", (("ajbz", "yojt"), "uwmy"), 1, "step", ""),
 )
 """Layers on two H100: the runs before and after, tokens, the part, and what was aimed at before there were kernels."""
+BEFORE_8_BITS, WITH_8_BITS = ("etrd", "zhwj"), ("hebg", "bwrz")
 LAYERS_OF_8_BITS = tuple(
-    (str(count), ("ujij", "sref"), count, "step", aim)
+    (str(count), (BEFORE_8_BITS, WITH_8_BITS), count, "step", aim)
     for count, aim in ((4096, "≤ 0.52"), (128, "≤ 0.58"), (1, "≤ 0.75"))
 )
-"""The same of DeepSeek-V3 on two H200."""
+"""The same of DeepSeek-V3, each twice in turns."""
 FILES = dict.fromkeys(("mgyt", "hynx", "ewjr", "mope", "pwls", "zczj", "uwmy"), "layer_models_h100x2")
-FILES |= dict.fromkeys(("ujij", "sref"), "layer_fp8_h200x2")
+FILES |= dict.fromkeys((*BEFORE_8_BITS, *WITH_8_BITS), "layer_fp8_h100x2")
 
 
 def layers_before_and_after(layers: Sequence[Any] = LAYERS) -> Cells:
     def column(runs: str | tuple[str, ...], keys: Mapping[str, object], shown: str) -> Column:
-        file = FILES.get(runs, "layer_products_h100x2") if isinstance(runs, str) else "layer_products_h100x2"
+        file = FILES.get(runs if isinstance(runs, str) else runs[0], "layer_products_h100x2")
         return Column(file, runs, {**keys, "l2": "cold"}, shown=shown)
 
     rows = []
@@ -362,10 +363,10 @@ FORMATS = {"bfloat16": "bf16", "float8_e4m3": "8 bits"}
 ONES = {"deepseek_v3": "DeepSeek-V3", "narrow": "4096 wide"}
 
 
-def beside_products() -> Cells:
+def beside_products(file: str = BESIDE_PRODUCTS) -> Cells:
     """What a product and an exchange of other rows take one after the other, and at least beside each other."""
     rows = []
-    for line in json_lines(BESIDE_PRODUCTS):
+    for line in json_lines(file):
         if "gain_us" not in line:
             continue
         name = f"{ONES[line['shape']]}, {FORMATS[line['dtype']]}, {line['op'].replace('+', ' + ')}"
@@ -374,6 +375,32 @@ def beside_products() -> Cells:
         times = [f"{line[key]:.0f}" for key in ("exchange_us", "product_us", "sum_us")]
         shown = ["" if each is None else f"{each:.0f}" for each in gains]
         rows.append([name, *times, f"{both:.0f}", str(line["best_sms"]), *shown])
+    return rows
+
+
+def beside_products_of_four() -> Cells:
+    return beside_products("beside_products_h100x4.jsonl")
+
+
+DEEP_GEMM_RUNS = {"uniform": "ksgy", "equal": "okei"}
+
+
+def deep_gemm_us(kind: str, op: str, system: str, rows: int) -> float:
+    keys = {"op": op, "backend": system, "rows": rows, "case kind": kind}
+    return Column("bench_products_h200", DEEP_GEMM_RUNS[kind], keys).value({})
+
+
+def beside_deep_gemm() -> Cells:
+    """Products of one run: raymoe, grouped_mm, DeepGEMM and cuBLAS, and both in 8 bits."""
+    systems = ("raymoe", "grouped_mm", "deep_gemm", "cublas", "dense", "raymoe_fp8", "deep_gemm_fp8")
+    rows = []
+    for kind, counts in (("uniform", (64, 128, 256, 512, 1024)), ("equal", (256, 512))):
+        for op in ("up", "down"):
+            for count in counts:
+                wrong = kind == "uniform" and count == 64  # DeepGEMM's masked product
+                shown = ["" if wrong and each == "deep_gemm" else f"{deep_gemm_us(kind, op, each, count):.0f}"
+                         for each in systems]  # fmt: skip
+                rows.append([f"{kind}, {count}, `{op}`", *shown])
     return rows
 
 
@@ -407,8 +434,9 @@ def captured_layers() -> Cells:
     rows = []
     for line in json_lines(CAPTURED_LAYERS):
         replay = [max(rank[key] for rank in line["ranks_us"]) for key in ("traced", "sum", "union")]
-        times = [median(line["eager_us"]), median(line["us"]), *replay]
-        ratios = [f"{line[key]:.3f}" for key in ("traced_times_sum", "times_sum")]
+        times = [median(line["eager_us"]), median(line["us"]), median(line["paced_us"]), *replay]
+        ratios = [f"{line['traced_times_sum']:.3f}", f"{median(line['paced_us']) / replay[1]:.3f}"]
+        ratios.append(f"{line['times_sum']:.3f}")
         rows.append([line["optimizer"], *(f"{us / 1e3:.2f}" for us in times), *ratios])
     return rows
 
@@ -444,12 +472,14 @@ DERIVED = [
     Derived("evidence/layer.md", "two H100, tokens", layers_before_and_after),
     Derived("evidence/layer.md", "optimizer, ms", captured_layers),
     Derived("evidence/layer.md", "part of a step, µs", fp8_forward),
-    Derived("evidence/layer.md", "two H200, tokens", layers_of_8_bits),
+    Derived("evidence/layer.md", "8 bits on two H100, tokens", layers_of_8_bits),
     Derived("evidence/layer.md", "tokens, one H100", shared_experts),
     Derived("evidence/archive.md", "router, µs", routers),
     Derived("evidence/rows.md", "host µs of a call", eager_calls),
     Derived("evidence/experiments/backends.md", "date", eager_runs),
     Derived("evidence/experiments/beside_products.md", "two H200, µs", beside_products),
+    Derived("evidence/experiments/beside_products.md", "four H100, µs", beside_products_of_four),
     Derived("evidence/experiments/beside_products.md", "combine + down, SMs", combine_beside_down),
+    Derived("evidence/experiments/products.md", "H200, mean rows", beside_deep_gemm),
     Derived("evidence/experiments/products.md", "ratio of times", product_ratios),
 ]

@@ -222,6 +222,18 @@ def few_tokens_by_system(first: str) -> Table:
     return Table(COMPARISON, first, columns, tokens_system_and_sms)
 
 
+def more_systems(first: str, wire: str, layouts: tuple[str, ...]) -> Table:
+    """NCCL EP and FlashInfer beside raymoe, with many and few tokens; and rows as 8-bit floats."""
+    ops = {"dispatch": "dispatch", "combine": "combine", "both": "exchange"}
+    runs = ("bify", "facr", "wmvg", "goxl", "wyzh")
+    columns = {}
+    for layout in layouts:
+        for name, op in ops.items():
+            keys = {"layout": layout, "op": op, "l2": "cold", "wire": wire}
+            columns[f"{name} by {layout}"] = Column("bench_systems_more_h200x2", runs, keys)
+    return Table(COMPARISON, first, columns, tokens_system_and_sms)
+
+
 def zipf(page: str, first: str, file: str, run: str) -> Table:
     columns = {
         "dispatch": exchange(file, run, "fused", "dispatch"),
@@ -312,7 +324,7 @@ def layer_parts(first: str, file: str, run: str, counts: tuple[int, ...]) -> Tab
     return Table("evidence/layer.md", first, columns, operation)
 
 
-MODELS, PRODUCTS, FP8 = "layer_models_h100x2", "layer_products_h100x2", "layer_fp8_h200x2"
+MODELS, PRODUCTS, FP8 = "layer_models_h100x2", "layer_products_h100x2", "layer_fp8_h100x2"
 
 
 def two_commits(first: str, columns: Mapping[str, tuple[str, str | tuple[str, ...], int]]) -> Table:
@@ -342,6 +354,8 @@ TABLES = [
     at_equal_sms("SMs, 4096 tokens by rank", "rank", 4096),
     at_equal_sms("SMs, 1024 tokens by expert", "expert", 1024),
     few_tokens_by_system("tokens, system, SMs"),
+    more_systems("tokens, system, SMs of two H200", "bfloat16", ("expert", "rank")),
+    more_systems("8-bit rows, system, SMs", "float8_e4m3/bfloat16", ("expert",)),
     nccl("dispatch", {"NCCL all-gather": "all_gather", "NCCL all-to-all": "all_to_all"}),
     nccl("combine", {"NCCL, all sums": "all_to_all_sums", "NCCL, wanted sums": "all_to_all"}),
     by_sms(SCALING, "SMs, 2× H200", "bench_sms_h200x2", "juoe"),
@@ -395,7 +409,7 @@ TABLES = [
         {
             f"{count}, {bits} bits `{commit}`": (FP8, run, count)
             for count in (4096, 128, 1)
-            for bits, commit, run in ((16, "2bd4ba3", "ujij"), (8, "2c3ab8f", "sref"))
+            for bits, commit, run in ((16, "2bd4ba3", ("etrd", "zhwj")), (8, "62efe7d", ("hebg", "bwrz")))
         },
     ),
     products(

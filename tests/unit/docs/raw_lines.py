@@ -19,7 +19,7 @@ BENCHMARKS = REPOSITORY / "benchmarks"
 Line = Mapping[str, Any]
 
 
-EXPORTED = dict.fromkeys(("mgyt", "ewjr", "pwls", "eqxm", "ujij"), "2bd4ba376d2d")
+EXPORTED = dict.fromkeys(("mgyt", "ewjr", "pwls", "eqxm", "etrd", "zhwj"), "2bd4ba376d2d")
 """Runs of a tree without its repository, whose lines name no commit: the end of a run's name, and what was exported."""
 
 

@@ -21,6 +21,7 @@ from tests.unit.docs.derived_tables import (
     BESIDE_PRODUCTS,
     DERIVED,
     FP8_FORWARD,
+    WITH_8_BITS,
     host_steps,
     json_lines,
     layers_before_and_after,
@@ -96,7 +97,7 @@ def _layer(name: str) -> float:
 def _in_8_bits(tokens: int, *parts: str) -> float:
     """The sum of parts of DeepSeek-V3's layer with 8-bit experts."""
     keys = {"tokens": tokens, "l2": "cold"}
-    return sum(Column("layer_fp8_h200x2", "sref", {**keys, "op": part}).value({}) for part in parts)
+    return sum(Column("layer_fp8_h100x2", WITH_8_BITS, {**keys, "op": part}).value({}) for part in parts)
 
 
 _NOT_SHARED = ("norm", "router", "dispatch", "experts", "combine", "sum")
@@ -142,9 +143,17 @@ def _few(backend: str, op: str, layout: str, tokens: int = 128, sms: str = "24")
 def _option_cost(what: str, tokens: int, way: str) -> float:
     """The median over the rounds, in microseconds."""
     (line,) = [
-        each for each in json_lines("option_costs_h200x2.jsonl") if (each["what"], each["tokens"]) == (what, tokens)
+        each
+        for each in json_lines(f"option_costs_{'h100' if tokens == 128 else 'h200'}x2.jsonl")
+        if (each["what"], each["tokens"]) == (what, tokens)
     ]
     return median(line["us"][way])
+
+
+def _live_weights(key: str, run: int | None = None) -> float:
+    """A number of the lines about loads and sleep; both have `bytes`."""
+    lines = [line for line in json_lines("live_weights_h100x2.jsonl") if key in line]
+    return float(lines[run or 0][key])
 
 
 def _batch_invariant(tokens: int) -> float:
@@ -379,6 +388,19 @@ CLAIMS = [
         ),
     ),
     Claim("docs/evidence/domains.md", "its own rows back at # GB/s", (_mirror,)),
+    Claim(
+        "docs/weights.md",
+        "it ran at # GB/s, a plain copy at #. There # GB of weights slept in # s and woke in # s; "
+        "pinning the host's memory took # s, once",
+        (
+            partial(_live_weights, "load_gbps"),
+            partial(_live_weights, "copy_gbps"),
+            lambda: _live_weights("bytes", 1) / 1e9,
+            partial(_live_weights, "sleep_s"),
+            partial(_live_weights, "wake_s"),
+            partial(_live_weights, "pinning_s"),
+        ),
+    ),
     Claim(
         BESIDE,
         "blocks of the product end over # µs, and the combine begins # µs after the last. "

@@ -252,6 +252,7 @@ OTHER_LINES = (
     "few_sms_",
     "few_tokens_",
     "few_ways_",
+    "live_weights_",
     "option_costs_",
     "ray_tensors_",
     "replays_",
