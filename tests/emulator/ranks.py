@@ -442,6 +442,7 @@ def backend(
         mock.patch.object(dispatch_grid, "is_mixed", lambda *_: name in FEW),
         mock.patch.object(dispatch_grid, "FEWEST_MIXED_ROWS", 2),
         mock.patch.object(ll, "is_mixed_ll", lambda *_: name == "few ll"),
+        mock.patch.object(ll, "FEW_ROUNDS", 0),
     ):
         return backend_of(world, spec, workspace, sms, replace(kind, grids=grids))
 

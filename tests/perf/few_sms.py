@@ -38,7 +38,7 @@ FLAGS: dict[str, Any] = {"workspace.is_ll": lambda *_: False}
 LINES: dict[str, Any] = {"workspace.is_ll": lambda *_: True}
 WAYS: dict[str, dict[str, Any]] = {
     "flags": FLAGS,
-    "lines": LINES | {"ll.is_mixed_ll": lambda *_: True},
+    "lines": LINES | {"ll.is_mixed_ll": lambda *_: True, "ll.FEW_ROUNDS": 0},
     "divided": LINES | {"ll.is_mixed_ll": lambda *_: False},
     "all": ALL,
     "mixed": ALL | {"dispatch_grid.is_mixed": lambda *_: True},

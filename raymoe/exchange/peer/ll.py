@@ -132,7 +132,8 @@ class LlGrid:
         """Lay out so many warps of work in each direction on at most `sms` SMs; `whole`: these are the whole GPU.
 
         If they do not fit, all SMs work. Where it `mixes`, blocks on a part of the GPU have twice the warps and do both
-        kinds of work. Else at most `most_leaving` SMs work on what leaves. Each SM of the whole GPU has two blocks.
+        kinds of work, if a warp has more than FEW_ROUNDS units of it. Else at most `most_leaving` SMs work on what
+        leaves. Each SM of the whole GPU has two blocks.
 
         >>> LlGrid.of(leaving=30, arriving=120, most_leaving=44, sms=132, whole=True)
         LlGrid(leaving=4, arriving=15, rounds=1, mixed=False)
@@ -144,7 +145,7 @@ class LlGrid:
         first, second = max(1, -(-leaving // WARPS)), max(1, -(-arriving // WARPS))
         if first + second <= sms:
             return cls(first, second, 1)
-        if mixes and not whole:
+        if mixes and not whole and leaving + arriving > FEW_ROUNDS * sms * WIDE:
             return cls(sms, sms, 1, mixed=True)
         first = max(1, min(first, most_leaving, sms - 1))
         return cls(first, sms - first, ROUNDS if whole else 1)
@@ -211,6 +212,11 @@ MOST_MIXED_SMS_LL = 48
 """On up to so many SMs blocks do both kinds of work. Dispatch + combine of 256 tokens of 7168 bfloat16 took 49 + 61 us
 instead of 59 + 92 on 24, 34 + 39 instead of 37 + 56 on 48; a dispatch of 16 tokens on 132 8.8 instead of 8.1 (2x H200,
 cold L2 cache, 2026-11-26)."""
+
+FEW_ROUNDS = 2
+"""With up to so many units of work for a warp, blocks of one kind are faster on few SMs too. Dispatch + combine of 16
+tokens took 7.9 + 9.7 us instead of 9.5 + 12.7 on 48 SMs, where a warp has 1.9 and 1.3 units; on 24, with 3.8 and 2.5,
+9.8 + 13.3 instead of 10.2 + 12.8 (2x H100, cold L2 cache, 2026-11-27)."""
 
 SENT, PLACED, REDUCED, SUMMED = 6, 5, 4, 2
 """Groups of lines that a warp has in flight: as in kernels/include/raymoe/peer/ll/rows_ll.cuh and sums_ll.cuh."""
