@@ -532,13 +532,9 @@ class Exchange(OfOneProcess):
             raise copy.copy(self._poison)
         if self.world.halt is not None:
             raise copy.copy(self.world.halt)
-        pending: Dispatched | PendingCombine | None = None
-        if op.startswith("dispatch"):
-            pending = self._pending_dispatch
-        elif op.startswith("combine"):
-            pending = self._pending_combine
+        kind = op.partition("_")[0]
+        pending = self._pending_dispatch if kind == "dispatch" else self._pending_combine if kind == "combine" else None
         if pending is not sent:
-            kind = op.partition("_")[0]
             what = f"{kind}_send has been called" if sent is None else f"that is not the result of the last {kind}_send"
             raise ConfigError(f"{op} on rank {self.world.rank}: {what}; call {kind}_receive with its result next")
         if not self._backend.capturable and capturing(self.world.device):
