@@ -28,7 +28,7 @@ def find_config(config: str, folder: str = "configs", beside: Path | None = None
     except (FileNotFoundError, NotADirectoryError):
         packaged = packaged_config(config, folder)
         if packaged is None:
-            raise _unknown(config, folder) from None
+            raise _unknown(config, folder, path) from None
         return packaged
     except (OSError, ValueError) as error:
         raise _unreadable(shown(config), _reason(error)) from error
@@ -87,13 +87,25 @@ def _reason(error: OSError | ValueError) -> str:
     return f"cannot be read: {getattr(error, 'strerror', None) or error}"
 
 
-def _unknown(config: str, folder: str) -> ConfigError:
+def _unknown(config: str, folder: str, path: Path) -> ConfigError:
     from raymoe.config.explain import nearest
 
     names = packaged_names(folder)
-    near = nearest(Path(config).name.removesuffix(".yaml"), names)
+    near = _file_like(path) or nearest(Path(config).name.removesuffix(".yaml"), names)
     choice = f"did you mean '{near}'?" if near else f"choose from {_listed(names) or 'none'}"
     return _unreadable(shown(config) or "''", f"neither a file nor a packaged {folder.removesuffix('s')}, {choice}")
+
+
+def _file_like(path: Path) -> str | None:
+    """Return the YAML file in the folder of a path that its name is meant for; None if none is near."""
+    from raymoe.config.explain import nearest
+
+    try:
+        found = [each.name for each in path.parent.iterdir() if each.suffix in PARENT_SUFFIXES]
+    except OSError:
+        return None
+    near = nearest(path.name, found) if path.suffix in PARENT_SUFFIXES else None
+    return None if near is None else shown_path(path.parent / near)
 
 
 def _listed(names: Sequence[str]) -> str:

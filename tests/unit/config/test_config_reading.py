@@ -1,6 +1,7 @@
 """Files that are no configs are refused quickly, with one sentence."""
 
 import os
+import re
 import time
 from pathlib import Path
 
@@ -131,3 +132,12 @@ def test_a_config_error_is_also_a_value_error():
     with pytest.raises(ValueError, match="neither a file nor a packaged config") as caught:
         load_job("nope")
     assert isinstance(caught.value, ConfigError) and caught.value.exit_code == 2
+
+
+@pytest.mark.parametrize(("asked", "meant"), [("mine.yml", "mine.yaml"), ("mien.yaml", "mine.yaml")])
+def test_a_file_of_nearly_that_name_is_offered(asked, meant, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / meant).write_text("workload: exchange\n")
+    told = f"{asked}: neither a file nor a packaged config, did you mean '{meant}'?"
+    with pytest.raises(ConfigError, match=re.escape(told)):
+        load_job(asked)
