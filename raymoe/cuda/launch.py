@@ -128,17 +128,22 @@ def value_of(field: Field) -> int:
 
 @dataclass(frozen=True)
 class Shape:
-    """The blocks of a launch, the threads of a block, and the dynamic shared memory of a block."""
+    """The blocks of a launch, the threads of a block, and the dynamic shared memory of a block.
+
+    An `early` launch may begin before the kernel before it in the stream has ended; the kernel waits for that by
+    ptx::wait_for_kernel_before.
+    """
 
     blocks: int
     threads: int
     shared_bytes: int = 0
+    early: bool = False
 
 
 class _Enqueuer:
     """A kernel with the driver's description of its launch, which a call reuses."""
 
-    def __init__(self, function: Function, shape: Shape, early: bool) -> None:
+    def __init__(self, function: Function, shape: Shape) -> None:
         self.function = function
         self.lock = threading.Lock()
         """Held from setting values to the end of the driver's call, which releases the interpreter's lock."""
@@ -148,7 +153,7 @@ class _Enqueuer:
         self._config.blockDimX, self._config.blockDimY, self._config.blockDimZ = shape.threads, 1, 1
         self._config.sharedMemBytes = shape.shared_bytes
         self._config.numAttrs = 0
-        if early:
+        if shape.early:
             attribute = bindings().CUlaunchAttribute()
             attribute.id = bindings().CUlaunchAttributeID.CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
             attribute.value.programmaticStreamSerializationAllowed = 1
@@ -197,7 +202,7 @@ class Launch(_Enqueuer):
         `set_addresses` sets all at once: the fastest way.
         """
         _check(function, shape, params, waits)
-        super().__init__(function, shape, early=False)
+        super().__init__(function, shape)
         self.shape = shape
         self.params = params
         self.fields: Any = params.packed()
@@ -228,12 +233,11 @@ class Launch(_Enqueuer):
 class SizedLaunch(_Enqueuer):
     """A kernel whose blocks wait for nothing, so that each call gives the shape. The parameters belong to the caller.
 
-    `early`: the kernel may begin before the one before it in the stream has ended; it waits for that by
-    ptx::wait_for_kernel_before.
+    `early`: as in `Shape`.
     """
 
     def __init__(self, function: Function, *, early: bool = False) -> None:
-        super().__init__(function, Shape(1, 1), early)
+        super().__init__(function, Shape(1, 1, early=early))
 
     def check(self, shape: Shape, params: Params) -> None:
         """Raise unless the kernel takes this shape and these parameters."""

@@ -87,7 +87,7 @@ class Emulator:
         """Enqueue a kernel on the rank's stream. Only changes to files of this kernel are injected."""
         kernel = built(source, self._changes)
         packed = params.packed() if isinstance(params, Params) else params
-        dimensions = (ctypes.c_uint * 3)(shape.blocks, shape.threads, shape.shared_bytes)
+        dimensions = (ctypes.c_uint * 4)(shape.blocks, shape.threads, shape.shared_bytes, shape.early)
         size = ctypes.sizeof(packed)
         self._machine.machine_launch(
             rank, kernel.name.encode(), kernel.entry, ctypes.addressof(packed), size, dimensions

@@ -32,6 +32,7 @@ void machine_add_region(unsigned long long begin, unsigned long long bytes, int 
     machine->memory.add({begin, begin + bytes, rank, shared != 0, name, {}});
 }
 
+// `shape`: blocks, threads, bytes of dynamic shared memory, and whether the launch is early.
 void machine_launch(int rank, const char* name, emulator::Kernel kernel, const void* params, unsigned params_bytes,
                     const unsigned* shape) {
     auto launch = std::make_unique<emulator::Launch>();
@@ -46,6 +47,7 @@ void machine_launch(int rank, const char* name, emulator::Kernel kernel, const v
     launch->blocks = shape[0];
     launch->threads = shape[1];
     launch->dynamic_bytes = shape[2];
+    launch->early = shape[3] != 0;
     launch->rank = machine->ranks[rank].get();
     launch->rank->stream.push_back(std::move(launch));
 }

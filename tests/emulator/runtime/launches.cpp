@@ -42,17 +42,23 @@ Block::~Block() {
     }
 }
 
+// Begins the next launch of a rank: after the last one, or an early one beside it.
 void Machine::begin_launch(Rank& rank) {
-    rank.current = std::move(rank.stream.front());
+    std::unique_ptr<Launch>& place = rank.current ? rank.after : rank.current;
+    place = std::move(rank.stream.front());
     rank.stream.pop_front();
-    Launch& launch = *rank.current;
+    Launch& launch = *place;
     if (launch.call != nullptr) {
         if (launch.call() != 0) {
             fail("an action of the host in the stream of rank " + std::to_string(rank.number) + " failed");
         }
         return end_launch(rank);
     }
-    launch.alive = launch.blocks;
+    begin_blocks(launch);
+}
+
+void Machine::begin_blocks(Launch& launch) {
+    launch.alive = launch.holding = launch.blocks;
     for (u32 index = 0; index < launch.blocks; ++index) {
         launch.grid.push_back(std::make_unique<Block>());
         Block& block = *launch.grid.back();
@@ -123,6 +129,7 @@ void Machine::end_thread(Thread* thread) {
         error = describe(thread) + ": its block ends while bulk loads into its shared memory are in flight";
     }
     --block->launch->alive;
+    block->launch->holding -= block->lets_next ? 0 : 1;
 }
 
 // When a kernel has ended, its own GPU sees its stores. Peers see them later, unless a later kernel of the stream
@@ -146,8 +153,40 @@ void Machine::end_launch(Rank& rank) {
     };
     auto& left = rank.gpu_stores;
     left.erase(std::remove_if(left.begin(), left.end(), settled), left.end());
-    rank.current.reset();
+    rank.current = std::move(rank.after);
+    for (Thread* thread : rank.waiting_for_end) {
+        thread->seen_time = thread->proxy_time = ticks;
+        thread->doing = "runs";
+        make_ready(thread);
+    }
+    rank.waiting_for_end.clear();
     rank.starts_at = ticks + (chance(2) ? delay() : 0);
 }
 
 }  // namespace emulator
+
+namespace raymoe::ptx {
+
+void wait_for_kernel_before() {
+    using namespace emulator;
+    Thread* me = self();
+    Rank& rank = *me->block->launch->rank;
+    machine->maybe_yield();
+    if (rank.after.get() != me->block->launch) {
+        return;
+    }
+    me->doing = "waits for the kernel before it";
+    me->where = me->what = 0;
+    rank.waiting_for_end.push_back(me);
+    machine->block_thread();
+}
+
+void let_next_kernel_begin() {
+    using namespace emulator;
+    Block* block = self()->block;
+    machine->maybe_yield();
+    block->launch->holding -= block->lets_next ? 0 : 1;
+    block->lets_next = true;
+}
+
+}  // namespace raymoe::ptx

@@ -190,7 +190,8 @@ bool Machine::step() {
         if (rank->current && rank->current->call == nullptr && rank->current->alive == 0) {
             end_launch(*rank);
         }
-        if (!rank->current && !rank->stream.empty()) {
+        const bool beside = rank->current && !rank->after && rank->current->holding == 0;
+        if (!rank->stream.empty() && (!rank->current || (beside && rank->stream.front()->early))) {
             if (rank->starts_at <= ticks) {
                 begin_launch(*rank);
             }
@@ -244,21 +245,23 @@ std::string Machine::who_waits() const {
     std::string text;
     std::map<std::string, std::pair<std::string, u32>> alike;  // by description: the first thread, the number
     for (auto& rank : ranks) {
-        if (!rank->current) {
-            continue;
-        }
-        for (auto& block : rank->current->grid) {
-            for (auto& thread : block->threads) {
-                if (thread->state == State::ENDED) {
-                    continue;
+        for (const Launch* launch : {rank->current.get(), rank->after.get()}) {
+            if (launch == nullptr) {
+                continue;
+            }
+            for (auto& block : launch->grid) {
+                for (auto& thread : block->threads) {
+                    if (thread->state == State::ENDED) {
+                        continue;
+                    }
+                    char what[400];
+                    const std::string where = thread->where ? machine->memory.name_of(thread->where) : "";
+                    std::snprintf(what, sizeof what, "%s on rank %d, block %u: %s %s (%llu)", launch->name.c_str(),
+                                  rank->number, block->index, thread->doing, where.c_str(), thread->what);
+                    auto& found = alike[what];
+                    found.first = found.second == 0 ? std::to_string(thread->index) : found.first;
+                    ++found.second;
                 }
-                char what[400];
-                const std::string where = thread->where ? machine->memory.name_of(thread->where) : "";
-                std::snprintf(what, sizeof what, "%s on rank %d, block %u: %s %s (%llu)", block->launch->name.c_str(),
-                              rank->number, block->index, thread->doing, where.c_str(), thread->what);
-                auto& found = alike[what];
-                found.first = found.second == 0 ? std::to_string(thread->index) : found.first;
-                ++found.second;
             }
         }
     }
@@ -305,6 +308,8 @@ void Machine::clear() {
         rank->ready.clear();
         rank->gpu_stores.clear();
         rank->stream.clear();
+        rank->waiting_for_end.clear();
+        rank->after.reset();
         rank->current.reset();
     }
     memory.forget_past();

@@ -144,6 +144,7 @@ struct Block {
     std::vector<std::unique_ptr<Thread>> threads;
     std::map<std::pair<u32, u64>, u32> statics;
     u32 alive = 0, loads_under_way = 0;
+    bool lets_next = false;  // the next launch, if it is an early one, need not wait for this block
     u64 stalled_until = 0;
 
     ~Block();
@@ -162,12 +163,16 @@ struct Launch {
     Rank* rank = nullptr;
     std::vector<std::unique_ptr<Block>> grid;
     u32 alive = 0;
+    bool early = false;  // may begin when each block of the launch before it has ended or lets it begin
+    u32 holding = 0;     // blocks for which an early launch after this one still waits
 };
 
 struct Rank {
     int number = 0;
     std::deque<std::unique_ptr<Launch>> stream;
     std::unique_ptr<Launch> current;
+    std::unique_ptr<Launch> after;  // an early launch that has begun beside `current`
+    std::vector<Thread*> waiting_for_end;  // threads of `after`, until `current` ends
     u64 starts_at = 0;  // the tick before which the next launch does not begin
     std::vector<Thread*> ready;
     std::vector<Store*> gpu_stores;  // stores that this GPU sees and other GPUs may not see yet
@@ -217,6 +222,7 @@ struct Machine {
 
   private:
     void begin_launch(Rank& rank);
+    void begin_blocks(Launch& launch);
     void end_launch(Rank& rank);
     void end_thread(Thread* thread);
     Thread* pick();

@@ -97,9 +97,8 @@ u32 shared_load_4(u32 at);
 void barrier_of_warps(u32 number, u32 threads);
 inline Bytes16 unknown(Bytes16 value) { return value; }
 
-// One launch ends before the next begins.
-inline void wait_for_kernel_before() {}
-inline void let_next_kernel_begin() {}
+void wait_for_kernel_before();
+void let_next_kernel_begin();
 
 // ---- numbers ------------------------------------------------------------------------------------------------------
 u32 to_bf16x2(float low, float high);
