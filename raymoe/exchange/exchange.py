@@ -13,12 +13,13 @@ from typing import TYPE_CHECKING, Any, Self
 
 import torch
 
-from raymoe.errors import CaptureError, ConfigError, PeerTimeout, RaymoeError
+from raymoe.errors import CaptureError, ConfigError, RaymoeError
 from raymoe.exchange.arguments import Arguments, capturing, leave_untraced, refuse_overlap, refuse_tracing
-from raymoe.exchange.backend import HARMLESS_ERRORS, Backend, Dispatched, Ids, PendingCombine, SplitBackend, Tokens
+from raymoe.exchange.backend import Backend, Dispatched, Ids, PendingCombine, SplitBackend, Tokens
 from raymoe.exchange.calls import Calls, one_at_a_time
 from raymoe.exchange.choice import ExchangeRequest, choose, make_backend
 from raymoe.exchange.own_memory import call_marks, own_rows
+from raymoe.exchange.poisoning import Poisoning
 from raymoe.exchange.slots import SlotExperts, SlotTable
 from raymoe.exchange.spec import ExchangeSpec
 from raymoe.fp8 import FP8
@@ -99,8 +100,7 @@ class Exchange(OfOneProcess):
         self._holders: dict[int, weakref.ref[Dispatched] | None] = {block.data_ptr(): None for block in self._own}
         self._turn = 0
         self._captured_memory: list[object] = []
-        self._poison: RaymoeError | None = None
-        self._poisoning = _Poisoning(self)
+        self._poisoning = Poisoning(world)
         self._pending_dispatch: Dispatched | None = None
         self._tokens: Tokens | None = None
         """The input of the pending dispatch."""
@@ -367,9 +367,9 @@ class Exchange(OfOneProcess):
 
         It is for programs whose steps are graph replays, which raise nothing. NCCL's waits show in `check` alone.
         """
-        if self._poison is None and self._workspace is not None and not self._closed:
+        if self._poisoning.error is None and self._workspace is not None and not self._closed:
             return self._workspace.error.error()
-        return self._poison
+        return self._poisoning.error
 
     @one_at_a_time
     def place(self, placement: SlotExperts | torch.Tensor, *, site: int = 0) -> None:
@@ -433,7 +433,7 @@ class Exchange(OfOneProcess):
         if not self._closed:
             self._closed = True
             self._forget()
-            self._backend.close(together and self._poison is None and not self.world.closed)
+            self._backend.close(together and self._poisoning.error is None and not self.world.closed)
             self._captured_memory.clear()
 
     def __enter__(self) -> Self:
@@ -528,8 +528,8 @@ class Exchange(OfOneProcess):
             raise ConfigError(f"{op} on rank {self.world.rank}: this exchange is closed; make a new one")
         if self.world.closed:
             raise ConfigError(f"{op} on rank {self.world.rank}: its world is closed; make a new world and exchange")
-        if self._poison is not None:
-            raise copy.copy(self._poison)
+        if self._poisoning.error is not None:
+            raise copy.copy(self._poisoning.error)
         if self.world.halt is not None:
             raise copy.copy(self.world.halt)
         kind = op.partition("_")[0]
@@ -556,41 +556,6 @@ class Exchange(OfOneProcess):
 
 
 leave_untraced(Exchange.dispatch.__code__)  # all guarded calls run this one code object
-
-
-class _Poisoning:
-    """Makes the exchange unusable when an error ends an operation early.
-
-    Peers may still be inside that operation, so this rank must not write to them again. It tells them, so that they do
-    not wait for it. All calls of an exchange share one object, because a generator costs a microsecond a call.
-    """
-
-    def __init__(self, exchange: Exchange) -> None:
-        self._exchange = weakref.ref(exchange)
-        self.site = 0
-        """The number of the layer that called last; 0: none."""
-
-    def __enter__(self) -> None:
-        pass
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        exchange = self._exchange()
-        if error is None or exchange is None or isinstance(error, HARMLESS_ERRORS):
-            return
-        cause, error = error, exchange.world.give_up(error)
-        if isinstance(error, PeerTimeout) and self.site:
-            error.advice = (
-                f"did all ranks call this layer, number {self.site}, and those before it, in the backward pass too?"
-            )
-        if isinstance(error, RaymoeError):
-            exchange._poison = copy.copy(error)  # drops the traceback, which refers to the exchange
-        else:
-            what = f"{type(error).__name__} ended an operation early"
-            exchange._poison = RaymoeError(f"this exchange is unusable: {what}")
-        if error is not cause:
-            raise error from cause
 
 
 def _let_go(backend: Backend, own: list[torch.Tensor]) -> None:

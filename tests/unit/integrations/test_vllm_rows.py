@@ -149,7 +149,7 @@ def test_a_failure_is_seen_without_a_wait() -> None:
         exchange._workspace.error.error.return_value = timeout
         assert exchange.failure() is timeout
         exchange._workspace = None
-        exchange._poison = timeout
+        exchange._poisoning.error = timeout
         assert exchange.failure() is timeout
         exchange.close()
 
