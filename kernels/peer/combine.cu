@@ -35,6 +35,15 @@
 // dispatches, or if only some apply weights or send numbers: without a refusal a status holds the dispatch's number,
 // `weighted` and CARRIES, and all statuses must be equal.
 //
+// With BESIDE_PRODUCT the kernel begins when the blocks of the product have begun that computes the experts' rows. The
+// product stores them piece of columns by piece (moe/product/product.cuh). Both reductions take the first pieces of all
+// tokens first, and a warp waits for a piece of the rows before it reads it. Nothing changes between ranks.
+//   ready     writer: each multiplying warp: ordinary stores of a tile; __syncwarp; one thread counts the tile by an
+//             atomic that acquires and releases; the one that counts the last tile: release of the dispatch's number
+//             reader: one thread of a warp: acquire; __syncwarp; ordinary loads of the piece
+// The product waits for nothing, so its blocks end and these waits too. If it was enqueued before something else that
+// changes the rows, `stored` is null, and the kernel waits for all kernels before it.
+//
 // With LL_STATUSES the statuses are the words of combine_ll.cu, for a backward pass beside it. They take the place of
 // heads. If ranks differ, the kernel ends when all statuses are there.
 //
@@ -189,6 +198,9 @@ __device__ inline void finish_combine(const CombineParams& p, const CombineRun& 
 
 template <class Type>
 __device__ inline void combine_rows(const CombineParams& p, u8* shared) {
+    if (BESIDE_PRODUCT && p.stored == nullptr) {
+        ptx::wait_for_kernel_before();
+    }
     const CombineBeginning beginning(p);
     const u32 local_blocks = p.parts & PART_REDUCE ? p.local_blocks : 0;
     CombineRun run;
@@ -208,6 +220,9 @@ __device__ inline void combine_rows(const CombineParams& p, u8* shared) {
         if (run.may) {
             sum_rows<Type>(p, run.epoch, blockIdx.x - local_blocks);
         }
+    }
+    if (BESIDE_PRODUCT) {
+        ptx::wait_for_kernel_before();  // the end of this kernel must mean that the product has ended too
     }
     if (!(p.parts & PART_SUM)) {
         return;

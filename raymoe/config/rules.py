@@ -187,6 +187,16 @@ def _microbatches_infer(job: Job) -> tuple[str, str] | None:
     return None
 
 
+def _overlapped_layers_infer(job: Job) -> tuple[str, str] | None:
+    if job.layer.overlap == "none":
+        return None
+    if job.layer.backward:
+        return "a combine beside its product is of passes without gradients", "leave out backward or overlap"
+    if job.layer.microbatches > 1:
+        return "microbatches have the exchange of others beside their products", "leave out microbatches or overlap"
+    return None
+
+
 def _experts_of_8_bits_take_8_bits(job: Job) -> tuple[str, str] | None:
     wire, experts = job.exchange.wire.dispatch, job.layer.experts_dtype
     if experts is None:
@@ -483,6 +493,7 @@ RULES = (
     Rule(("layer",), ("shape.dtype", "world.device", "layer.backward", "workload"), _gpus_multiply_16_bits),
     Rule(("layer",), ("layer.experts_dtype", "layer.backward"), _experts_of_8_bits_infer),
     Rule(("layer",), ("layer.microbatches", "layer.backward", "layer.router.kind"), _microbatches_infer),
+    Rule(("layer",), ("layer.overlap", "layer.backward", "layer.microbatches"), _overlapped_layers_infer),
     Rule(
         ("layer",),
         ("layer.experts_dtype", "exchange.wire.dispatch", "exchange.backend", "world.device"),

@@ -417,6 +417,8 @@ class LayerSection(Section):
     rows, also between GPUs, are 8-bit values with scales, and there is no backward pass."""
     microbatches: int = Field(default=1, ge=1, le=16, examples=[2])
     """Parts of a rank's tokens. The exchange of one, on exchange.sms, runs beside the experts of another."""
+    overlap: Literal["none", "combine"] = Field(default="none", examples=["combine"])
+    """Exchange beside the products on GPUs: combine sends the first columns of results while others are computed."""
 
 
 class TrainSection(Section):

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Protocol, TypeVar, runtime_checkable
+from typing import TYPE_CHECKING, Protocol, TypeVar, runtime_checkable
 
 import torch
 
 from raymoe.cuda.current import capturing, keep_for_current_stream
 from raymoe.errors import CaptureError, ConfigError, DataRefused
 from raymoe.exchange.refusal import CAUSE_WORD, NUMBER_WORD, Cause
+
+if TYPE_CHECKING:
+    from raymoe.exchange.peer.column_pieces import ColumnPieces
 
 HARMLESS_ERRORS = (ConfigError, CaptureError, DataRefused)
 """Errors that leave no peer inside an operation: mistakes found before it began, and data that all ranks refuse."""
@@ -310,6 +313,28 @@ class SplitBackend(Protocol):
 
     def combine_receive(self, rows: torch.Tensor, got: Dispatched, weighted: bool, out: torch.Tensor) -> None:
         """Wait for the ranks' sums and add them."""
+
+
+@runtime_checkable
+class PieceBackend(Protocol):
+    """A backend with a combine beside the product of its rows, in pieces of columns."""
+
+    def column_pieces(self, got: Dispatched) -> ColumnPieces | None:
+        """Return what the product needs; None on all ranks where this exchange has no such combine."""
+
+    def combine_beside_product(
+        self, rows: torch.Tensor, got: Dispatched, weighted: bool, out: torch.Tensor, pieces: ColumnPieces
+    ) -> None:
+        """Combine as `combine` does, and begin with the pieces of `rows` that the product has stored."""
+
+
+def column_pieces(got: Dispatched) -> ColumnPieces | None:
+    """Return the pieces in which a product can store the rows of a dispatch, for a combine beside it.
+
+    None on all ranks where their exchange has no such combine.
+    """
+    owner = got._owner
+    return owner.column_pieces(got) if isinstance(owner, PieceBackend) else None
 
 
 class EntryBackend(Protocol):

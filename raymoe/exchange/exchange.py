@@ -29,6 +29,7 @@ from raymoe.memory.world import World
 
 if TYPE_CHECKING:
     from raymoe.exchange.backend import EntryPlaces
+    from raymoe.exchange.peer.column_pieces import ColumnPieces
     from raymoe.exchange.peer.workspace import Workspace
 
 _HANDLES = itertools.count(1)
@@ -257,11 +258,19 @@ class Exchange(OfOneProcess):
 
     @one_at_a_time
     def combine_unkept(
-        self, rows: torch.Tensor, got: Dispatched, weighted: bool, out: torch.Tensor | None = None
+        self,
+        rows: torch.Tensor,
+        got: Dispatched,
+        weighted: bool,
+        out: torch.Tensor | None = None,
+        pieces: ColumnPieces | None = None,
     ) -> torch.Tensor:
-        """Combine into `out`, or into new memory."""
+        """Combine into `out`, or into new memory. With `pieces`, those of `column_pieces`, beside the last product."""
         self._ready("combine")
-        return self._combine(self._backend.combine, rows, got, weighted, out).y
+        call = self._backend.combine
+        if pieces is not None:
+            call = partial(self._backend.combine_beside_product, pieces=pieces)  # type: ignore[attr-defined]
+        return self._combine(call, rows, got, weighted, out).y
 
     @property
     def numbers(self) -> list[int]:

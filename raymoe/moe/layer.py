@@ -12,7 +12,8 @@ import torch
 from torch import nn
 
 from raymoe.errors import ConfigError
-from raymoe.exchange.backend import Dispatched, Tokens
+from raymoe.exchange.backend import Dispatched, Tokens, column_pieces
+from raymoe.exchange.peer.column_pieces import telling
 from raymoe.exchange.shared import SharedExchanges
 from raymoe.exchange.slots import SlotExperts
 from raymoe.exchange.spec import ExchangeSpec, dtype_name
@@ -42,6 +43,8 @@ from raymoe.moe.scaled_layer import refuse_gradients, rows_for_experts, scaled_s
 from raymoe.moe.slot_parts import move_slots
 from raymoe.moe.taken_over import watch_ddp
 from raymoe.rows.elementwise import add
+
+OVERLAPS = ("none", "combine")
 
 
 class BlockOptions(TypedDict, total=False):
@@ -148,6 +151,7 @@ class MoELayer(nn.Module):
         counted = spec.experts + 1 if slots else spec.local_experts(world.size)
         self.row_counts = RowCounts(counted, world.device, by_expert=slots)
         """The rows that its experts got, in training mode."""
+        self._overlap = "none"
         self.beside = True
         """Whether the shared expert runs beside the dispatch on GPUs, on a stream of its own."""
         on_gpu = parts.shared is not None and world.device.type == "cuda"
@@ -192,6 +196,18 @@ class MoELayer(nn.Module):
     def recompute(self, kind: str) -> None:
         check_recompute(kind)
         self._recompute, self.experts.recomputes = kind, kind == "activation"
+
+    @property
+    def overlap(self) -> str:
+        """What runs beside the products without gradients: `none`; or `combine`, which sends the first columns of the
+        results while the last product computes the others (docs/layer.md). All ranks set the same."""
+        return self._overlap
+
+    @overlap.setter
+    def overlap(self, kind: str) -> None:
+        if kind not in OVERLAPS:
+            raise ConfigError(f"overlap is {kind!r}; it is one of {', '.join(OVERLAPS)}")
+        self._overlap = kind
 
     @property
     def keeps_rows(self) -> bool:
@@ -409,8 +425,10 @@ class MoELayer(nn.Module):
         dispatched = self.dispatch_rows(x, topk_idx, topk_weights)
         if after_dispatch is not None:
             after_dispatch()
-        rows = self.multiply_rows(dispatched).to(x.dtype)
-        return self.exchange.combine_unkept(rows, dispatched, weighted=not self._by_row)
+        pieces = column_pieces(dispatched) if self._overlap == "combine" else None
+        with telling(pieces):
+            rows = self.multiply_rows(dispatched).to(x.dtype)
+        return self.exchange.combine_unkept(rows, dispatched, weighted=not self._by_row, pieces=pieces)
 
     # The steps of a pass without gradients.
 

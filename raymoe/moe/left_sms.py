@@ -30,6 +30,6 @@ def leaving(sms: int) -> Iterator[None]:
         _LEFT.reset(before)
 
 
-def blocks_of_product(sms: int, most: int) -> int:
-    """Return the blocks of a product on a GPU of so many SMs."""
-    return max(1, min(sms - _LEFT.get(), most))
+def blocks_of_product(sms: int, most: int, left: int = 0) -> int:
+    """Return the blocks of a product on a GPU of so many SMs, of which it leaves `left` and those of `leaving`."""
+    return max(1, min(sms - _LEFT.get() - left, most))

@@ -15,6 +15,7 @@ from raymoe.cuda.tensor_map import EncodedMap
 from raymoe.moe.kept_maps import KeptMaps
 from raymoe.moe.left_sms import blocks_of_product
 from raymoe.moe.product_fp8 import SCALES, ScaledProduct, ScaledProductParams
+from raymoe.moe.product_launch import TOLD
 from raymoe.moe.products import THREADS, TOKEN_BOXES
 from raymoe.rows.pipe_tensors import ALIGNMENT
 from raymoe.rows.row_launch import RowsDevice, device_of
@@ -42,7 +43,8 @@ def _kind(scaled: ScaledProduct) -> Hashable:
     product = scaled.product
     tensors = product.bias, product.row_weights, scaled.y_scales, product.trace
     switches = tuple(tensor is not None for tensor in tensors)
-    return "product_fp8", product.weight.shape, product.tiles, product.gate, switches
+    tiles = product.tiles, None if product.pieces is None else product.pieces.piece_tiles
+    return "product_fp8", product.weight.shape, tiles, product.gate, switches
 
 
 class PreparedScaledProduct:
@@ -63,6 +65,7 @@ class PreparedScaledProduct:
         self._set_addresses = address_setter(
             self._fields, ScaledProductParams, tuple(f"product.{name}" for name in _ADDRESSES)
         )
+        self._set_told = address_setter(self._fields, ScaledProductParams, tuple(f"product.{name}" for name in TOLD))
         self._set_scales = address_setter(self._fields, ScaledProductParams, SCALES)
         self._pointers = (ctypes.c_void_p * 1)(ctypes.addressof(self._fields))
         self._pointers_at = ctypes.addressof(self._pointers)
@@ -80,11 +83,13 @@ class PreparedScaledProduct:
             0 if tensor is None else tensor.data_ptr() for tensor in (product.bias, product.row_weights, product.trace)
         )
         stream = self._device.current_stream(self._ordinal)
-        blocks = blocks_of_product(self._device.gpu.sms, product.most_tiles)
+        left = 0 if product.pieces is None else product.pieces.sms
+        blocks = blocks_of_product(self._device.gpu.sms, product.most_tiles, left)
         taken, places = self._device.counter(stream), (product.offsets.data_ptr(), product.counts.data_ptr())
         with self._launch.lock:  # the driver copies the parameters before it returns
             self._memory[self._weights_at : self._weights_at + len(weights)] = weights
             self._memory[self._tokens_at : self._tokens_at + len(tokens)] = tokens
             self._set_addresses(*places, y, 0, bias, row_weights, taken, trace)
+            self._set_told(*product.told)
             self._set_scales(*scaled.scales())
             self._launch.enqueue(stream, self._pointers_at, blocks, self._block)

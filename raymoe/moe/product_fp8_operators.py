@@ -15,6 +15,7 @@ from torch import Tensor
 import raymoe.moe.product_fp8_launch as product_fp8_launch
 import raymoe.moe.product_launch as product_launch
 from raymoe.errors import ConfigError
+from raymoe.exchange.peer.column_pieces import pieces_to_tell
 from raymoe.fp8 import FP8_BLOCK, dequantise, dequantise_weight
 from raymoe.moe.expert_kernels import ActivationForm
 from raymoe.moe.expert_rows import Groups, bias_of_rows, gated_activation, zero_gaps
@@ -188,6 +189,7 @@ class _Call:
             bias=None if bias is None else as_dense(bias.to(Y_DTYPE)),
             row_weights=None if row_weights is None else as_dense(row_weights),
             tiles=TILES,
+            pieces=None if gate is not None else pieces_to_tell(y),
         )
         scales = given.x_scales, given.weight_scales.contiguous(), y_scales if quantise else None
         product_fp8_launch.launch(ScaledProduct(product, *scales))

@@ -24,6 +24,7 @@ from raymoe.rows.row_launch import RowsDevice, device_of
 CAPABILITY = (9, 0)
 """The only one that has `wgmma`."""
 _ADDRESSES = ("expert_offsets", "expert_counts", "y", "gate_up", "bias", "row_weights", "taken", "trace")
+TOLD = ("pieces", "dispatch")
 _NO_MAP = EncodedMap((0,) * 16)
 
 
@@ -69,7 +70,8 @@ def launch(product: Product) -> None:
 def _kind(product: Product) -> Hashable:
     """Return everything that the kernel, its block and its parameters depend on, besides addresses and rows."""
     tensors = product.gate_up, product.bias, product.row_weights, product.trace
-    form = product.tiles, product.gate, product.zero_gaps, product.x.dtype, product.transposed
+    tiles = product.tiles, None if product.pieces is None else product.pieces.piece_tiles
+    form = tiles, product.gate, product.zero_gaps, product.x.dtype, product.transposed
     return "product", product.weight.shape, form, tuple(tensor is not None for tensor in tensors)
 
 
@@ -88,6 +90,7 @@ class PreparedProduct:
         self._memory = memoryview(self._fields).cast("B")
         self._places = {name: offset for name, offset in ProductParams.offsets().items() if "." not in name}
         self._set_addresses = address_setter(self._fields, ProductParams, _ADDRESSES)
+        self._set_told = address_setter(self._fields, ProductParams, TOLD)
         self._pointers = (ctypes.c_void_p * 1)(ctypes.addressof(self._fields))
         self._pointers_at = ctypes.addressof(self._pointers)
         self._weight_maps, self._token_maps = KeptMaps(device.gpu), KeptMaps(device.gpu)
@@ -108,11 +111,13 @@ class PreparedProduct:
         tokens = self._token_maps.of((x, len(product.x)), product.token_maps)
         trace = 0 if product.trace is None else product.trace.data_ptr()
         stream = self._device.current_stream(self._ordinal)
-        blocks = blocks_of_product(self._device.gpu.sms, product.most_tiles)
+        left = 0 if product.pieces is None else product.pieces.sms
+        blocks = blocks_of_product(self._device.gpu.sms, product.most_tiles, left)
         one = len(weights) // 2
         with self._launch.lock:  # the driver copies the parameters before it returns
             self._memory[places["first"] : places["first"] + one] = weights[:one]
             self._memory[places["second"] : places["second"] + one] = weights[one:]
             self._memory[places["tokens"] : places["tokens"] + len(tokens)] = tokens
             self._set_addresses(*addresses, self._device.counter(stream), trace)
+            self._set_told(*product.told)
             self._launch.enqueue(stream, self._pointers_at, blocks, self._block)

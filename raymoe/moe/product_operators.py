@@ -17,6 +17,7 @@ from torch import Tensor
 import raymoe.moe.product_launch as product_launch
 import raymoe.rows.activation  # noqa: F401  (registers the gradients of SwiGLU)
 import raymoe.rows.formulas as formulas
+from raymoe.exchange.peer.column_pieces import pieces_to_tell
 from raymoe.moe.expert_kernels import ActivationForm
 from raymoe.moe.expert_rows import Groups, bias_of_rows, gated_activation, weigh_gradients, zero_gaps
 from raymoe.moe.kept_rows import KeptRows, rows_again
@@ -165,6 +166,7 @@ def multiply(*arguments: Any) -> Tensor:
     if not product_launch.takes(operands.x, operands.weight, None):
         return _multiply_by_torch(operands, zeroes_gaps and not gaps_are_zero, by_row=by_row)
     product = operands.product(None, False, zeroes_gaps)
+    product.pieces = None if zeroes_gaps else pieces_to_tell(product.y)
     product_launch.launch(product)
     return product.y
 

@@ -17,6 +17,7 @@ from raymoe.cuda.jit import KernelSource
 from raymoe.cuda.params import F32, U32, Address, Params
 from raymoe.cuda.tensor_map import EncodedMap, TensorMap
 from raymoe.errors import ConfigError
+from raymoe.exchange.peer.column_pieces import ColumnPieces
 from raymoe.exchange.peer.trace import traced
 from raymoe.rows.pipe_tensors import ALIGNMENT
 
@@ -79,7 +80,11 @@ class ProductParams(Params):
     alpha: F32
     limit: F32
     up_plus: F32
-    unused: Annotated[tuple[int, ...], ctypes.c_uint64 * 5] = (0,) * 5
+    pieces: Address = 0
+    dispatch: Address = 0
+    piece_tiles: U32 = 0
+    unused: U32 = 0
+    unused_too: Annotated[tuple[int, ...], ctypes.c_uint64 * 2] = (0,) * 2
 
 
 @dataclass(frozen=True)
@@ -104,7 +109,8 @@ class Product:
 
     Without a gate y is [C, N]. With one, N is gate and up rows, y is [C, N / 2], and `gate_up`, [C, N], takes the
     products. `bias` is [L, N], `row_weights` float32[C]. With `zero_gaps` a gap becomes zeros up to a multiple of 16.
-    `trace`, int64[blocks, 16], takes the times of blocks, by the points of raymoe/exchange/peer/trace.py.
+    `trace`, int64[blocks, 16], takes the times of blocks, by the points of raymoe/exchange/peer/trace.py. With `pieces`
+    y is stored piece of columns by piece, for the combine that comes next in the stream.
     """
 
     x: torch.Tensor
@@ -119,6 +125,7 @@ class Product:
     zero_gaps: bool = False
     tiles: TileClass = TILES
     trace: torch.Tensor | None = None
+    pieces: ColumnPieces | None = None
 
     @property
     def outputs(self) -> int:
@@ -161,6 +168,7 @@ class Product:
             "WEIGHTED_ROWS": self.row_weights is not None,
             "ZERO_GAPS": self.zero_gaps,
             "HALF_FLOATS": self.element == "float16",
+            "TELLS_PIECES": self.pieces is not None,
         }
         defines = [("MOST_TOKENS", str(self.tiles.tokens)), ("PRODUCT_STAGES", str(self.tiles.stages))]
         defines += [(name, "1") for name, wanted in switches.items() if wanted]
@@ -233,7 +241,15 @@ class Product:
             alpha=gate.alpha,
             limit=gate.limit,
             up_plus=gate.up_plus,
+            pieces=self.told[0],
+            dispatch=self.told[1],
+            piece_tiles=0 if self.pieces is None else self.pieces.piece_tiles,
         )
+
+    @property
+    def told(self) -> tuple[int, int]:
+        """The parameters `pieces` and `dispatch`."""
+        return (0, 0) if self.pieces is None else (self.pieces.words.data_ptr(), self.pieces.dispatch)
 
 
 def is_dense(weight: torch.Tensor, gated: bool) -> bool:

@@ -23,6 +23,7 @@ from raymoe.exchange.backend import Dispatched, Tokens
 from raymoe.exchange.domains.domain_kernels import ADVANCE_CHUNK, ChunkParams
 from raymoe.exchange.peer import combine, dispatch_grid, ll
 from raymoe.exchange.peer.build import Build, Grids
+from raymoe.exchange.peer.column_pieces import ColumnPieces
 from raymoe.exchange.peer.combine import CombineGrid
 from raymoe.exchange.peer.dispatch_grid import DispatchGrid
 from raymoe.exchange.peer.fused import FUSED
@@ -305,6 +306,13 @@ class EmulatedBackend(PeerBackend):
 
     def dispatch_again(self, tokens: Tokens, out: torch.Tensor | None, forward: Dispatched) -> Dispatched:
         return super().dispatch_again(self.in_machine(tokens), out, forward)
+
+    def column_pieces(self, got: Dispatched) -> ColumnPieces | None:
+        first = self._pieces is None
+        pieces = super().column_pieces(got)
+        if first and pieces is not None:
+            self._reach(pieces.words, "column pieces")
+        return pieces
 
     def refusal_record(self) -> torch.Tensor:
         words = super().refusal_record()

@@ -53,6 +53,7 @@ class Launch:
     path: str = "words"
     known: bool = False  # a dispatch whose rows go to the places of dispatch `dispatch`
     crossing: int = 0  # the crossing in which its rows come; 0: they are there
+    beside: bool = False  # a combine with the product of its rows, which runs beside it
 
     @property
     def sends_metadata(self) -> bool:
@@ -73,7 +74,7 @@ class Launch:
 
     def __str__(self) -> str:
         lines = " in lines" * (self.path == "lines")
-        what = f"{'chunked ' * bool(self.crossing)}{'known ' * self.known}{self.kind}"
+        what = f"{'chunked ' * bool(self.crossing)}{'known ' * self.known}{self.kind}{' beside product' * self.beside}"
         name = f"{what}{lines}{_PARTS[self.part] * (self.kind != 'copies')}"
         return f"{name} {self.number}" if self.number else name
 
@@ -84,6 +85,7 @@ class Case:
 
     `program` has these words:
       D C             dispatch, combine of the latest dispatch (C1: of the first)
+      PC              a product, and beside it the combine of its rows, which it stores in pieces
       FD FC           the same by the LL path
       DS DR CS CR     send and receive of the split form
       DT DP DR        the stages of a staged dispatch: publish, push, receive
@@ -229,7 +231,7 @@ class Case:
                 found.append(Launch(kind, given, given))
                 continue
             known = letters.startswith("K")
-            launch = Launch(kind, 0, 0, part, its_path, known)
+            launch = Launch(kind, 0, 0, part, its_path, known, beside=letters == "PC")
             if launch.starts_run:
                 counts[kind] += 1
                 routed = counts["dispatch"] if kind == "dispatch" and not known else routed
@@ -266,6 +268,8 @@ def _parse(letters: str, path: str) -> tuple[str, str, str]:
     first, part = letters[0], letters[1:]
     if first == "F":
         return "lines", "dispatch" if part == "D" else "combine", ""
+    if first == "P":
+        return "words", "combine", ""
     if first == "B":
         return "blocks", "copies" if part == "C" else "dispatch", part
     if first == "K":
@@ -291,8 +295,8 @@ def _delay_uses(launches: list[Launch]) -> list[Launch]:
 
 
 def _split_word(word: str) -> tuple[str, int]:
-    match = re.fullmatch(r"(F?[DC]|D[STPR]|B[TPCAR]|K[PR]?|C[SR]|U|N|X)(\d*)", word)
+    match = re.fullmatch(r"([FP]?C|F?D|D[STPR]|B[TPCAR]|K[PR]?|C[SR]|U|N|X)(\d*)", word)
     if match is None:
-        words = "D DS DT DP DR FD BT BP BC BA BR K KP KR, C CS CR FC, U with a number, N and X"
+        words = "D DS DT DP DR FD BT BP BC BA BR K KP KR, C CS CR FC PC, U with a number, N and X"
         raise ValueError(f"{word!r} in a program; it has {words}")
     return match[1], int(match[2] or 0)

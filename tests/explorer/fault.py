@@ -60,6 +60,12 @@ class Fault(Enum):
     ABORT_ANNOUNCED = "a chunk is announced whose gather was ended by an abort"
     ABORT_BEFORE_WORD = "the host ends a rail before it sets the word of the abort"
 
+    # A combine beside the product of its rows.
+    PIECE_BEFORE_ROWS = "a piece is announced before its rows are stored"
+    PIECE_UNHEARD = "the experts' rows are read without a wait"
+    FIRST_PIECE_ONLY = "every piece is read after the first piece's word"
+    PIECE_OF_ANY_STEP = "a piece is read after any dispatch's word"
+
     # The LL path.
     LINE_UNCHECKED = "a line is read without a check of its epoch"
     LINE_IN_GRANULES = "a line arrives in pieces, and the piece with its epoch at any time"

@@ -34,6 +34,9 @@ class Memory:
         crossings = any(launch.kind == "crossing" for launch in case.launches())
         if crossings:
             self._add_x()
+        beside = any(launch.beside for launch in launches)
+        if beside:
+            self._add_places()
         if case.fault is Fault.LINE_IN_GRANULES:
             self._add_buffers("dispatch", [("granule", token) for token in range(case.tokens)])
             self._add_buffers("combine", [("granule", token) for token in range(case.tokens)])
@@ -45,6 +48,8 @@ class Memory:
             self._add_words()
         if crossings:
             self._add_chunks()
+        if beside:
+            self._add_ready()
         self._add_own()
 
     def __getitem__(self, key: tuple[object, ...]) -> int:
@@ -92,6 +97,17 @@ class Memory:
         for rank in range(self._case.ranks):
             for token in range(self._case.tokens):
                 self._index["x", rank, token] = self._add(f"x row {token} of rank {rank}")
+
+    def _add_places(self) -> None:
+        """The pieces of rows that a product stores, one for each token. They have one buffer."""
+        for rank in range(self._case.ranks):
+            for token in range(self._case.tokens):
+                self._index["place", rank, token] = self._add(f"piece {token} of the experts' rows of rank {rank}")
+
+    def _add_ready(self) -> None:
+        for rank in range(self._case.ranks):
+            for token in range(self._case.tokens):
+                self._add_word(rank, ("ready", rank, token), f"ready word of piece {token} of rank {rank}")
 
     def _add_chunks(self) -> None:
         """The words of chunks, of crossings, and those by which the ranks of a rail meet in each gather."""

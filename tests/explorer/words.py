@@ -25,8 +25,12 @@ class WordKernel(Kernel):
             role = "placement block" if self.launch.kind == "dispatch" else "final reduction"
             for peer in self.peers:
                 roles[f"{role} of {peer}"] = list(self._reader(peer))
+            if self.launch.beside:
+                roles["final reduction of own rows"] = list(self._own_pieces())
             if self.has_own_placement_block():
                 roles["placement block of own rows"] = list(self.own_placement_block(self.first + len(roles)))
+        if self.launch.beside:
+            roles["product"] = list(self._product(self.first + len(roles)))
         roles["out"] = list(self._out(len(roles)))
         return roles
 
@@ -76,8 +80,39 @@ class WordKernel(Kernel):
         return steps
 
     def reads_of_x(self) -> list[list[Step]]:
-        """For each token, the steps in which its row of x is awaited and read; none where all rows are there."""
+        """For each token, the steps in which its row is awaited and read; none where all rows are there."""
+        if self.launch.beside:
+            return [self._read_of_piece(token) for token in range(self.case.tokens)]
         return [[] for _ in range(self.case.tokens)]
+
+    # ---- a combine beside the product of its rows --------------------------------------------------------------------
+
+    def _product(self, thread: int) -> Iterator[Step]:
+        """Store the pieces of the rows, and after each its word: the dispatch's number. Refused rows have no tile.
+
+        A token stands for a piece of columns here: each has rows of its own, which leave in their order.
+        """
+        for token in range(0 if self.refuses() else self.case.tokens):
+            store = Step(Act.STORE, self.memory["place", self.rank, token], value=self.launch.dispatch)
+            word = Step(Act.STORE_WORD, self.memory["ready", self.rank, token], value=self.launch.dispatch)
+            drain = Step(Act.DRAIN, operands=(thread,), value=MAX_STEPS)
+            yield from (store, word, drain) if self.has_fault(Fault.PIECE_BEFORE_ROWS) else (store, drain, word)
+
+    def _read_of_piece(self, token: int) -> list[Step]:
+        """Wait for a piece, and read it."""
+        piece = 0 if self.has_fault(Fault.FIRST_PIECE_ONLY) else token
+        number = 1 if self.has_fault(Fault.PIECE_OF_ANY_STEP) else self.launch.dispatch
+        read = Step(Act.READ, value=self.launch.dispatch, operands=(self.memory["place", self.rank, token],))
+        wait = Step(Act.WAIT, self.memory["ready", self.rank, piece], value=number)
+        return [read] if self.has_fault(Fault.PIECE_UNHEARD) else [wait, read]
+
+    def _own_pieces(self) -> Iterator[Step]:
+        yield from self.heads()
+        yield from self._statuses()
+        for token in range(0 if self.refuses() else self.case.tokens):
+            yield from self._read_of_piece(token)
+
+    # ---- senders, continued ------------------------------------------------------------------------------------------
 
     def _length(self, steps: list[Step]) -> int:
         """The number of steps with the points at which waits may fail."""

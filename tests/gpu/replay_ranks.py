@@ -17,6 +17,7 @@ from unittest import mock
 import numpy as np
 import torch
 
+from raymoe.exchange.peer import column_pieces
 from raymoe.exchange.spec import ExchangeSpec
 from raymoe.memory.world import World
 from raymoe.moe import in_microbatches
@@ -60,7 +61,8 @@ class LayerSteps:
             experts_dtype=asked.experts_dtype,
         )
         spec = ExchangeSpec(asked.tokens, HIDDEN, experts, topk=TOPK, depth=0)
-        with nullcontext() if asked.few else mock.patch("raymoe.exchange.peer.workspace.FEW_TOKENS", 0):
+        many = mock.patch("raymoe.exchange.peer.workspace.FEW_TOKENS", 0)
+        with nullcontext() if asked.few else many, mock.patch.object(column_pieces, "LEAST_TILES", 1):
             sms = SMS if world.device.type == "cuda" else "auto"
             self.layer = MoELayer(world, spec, form, sms=sms, seed=asked.seed).eval()
         rows, dtype = asked.tokens - 7 * world.rank, torch.bfloat16
@@ -70,7 +72,8 @@ class LayerSteps:
         self.rng = np.random.default_rng((asked.seed, world.rank, 1))
 
     def run(self, step: str) -> None:
-        if step == "layer":
+        if step in ("layer", "overlap"):
+            self.layer.overlap = "combine" if step == "overlap" else "none"
             self.y.copy_(self.layer(self.x))
         elif step == "microbatches":
             self.y.copy_(in_microbatches(self.layer, self.x, PARTS))

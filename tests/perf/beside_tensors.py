@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from contextlib import ExitStack
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
+from unittest import mock
 
 import torch
 
 import raymoe.moe.product_fp8_launch as product_fp8_launch
 import raymoe.moe.product_launch as product_launch
 from raymoe.exchange.backend import Dispatched
+from raymoe.exchange.backend import column_pieces as pieces_of_dispatch
 from raymoe.exchange.exchange import Exchange
+from raymoe.exchange.peer import column_pieces
 from raymoe.exchange.peer.workspace import Workspace
 from raymoe.exchange.spec import ExchangeSpec
 from raymoe.fp8 import FP8, FP8_BLOCK, quantise, quantise_weight
@@ -68,8 +71,11 @@ class ExpertProduct:
     scales: tuple[torch.Tensor, torch.Tensor, torch.Tensor | None] | None = None
     """Of 8-bit operands: those of rows, of weights and of 8-bit results."""
 
-    def launch(self, blocks: int, trace: torch.Tensor | None = None) -> None:
+    def launch(
+        self, blocks: int, trace: torch.Tensor | None = None, pieces: column_pieces.ColumnPieces | None = None
+    ) -> None:
         form: dict[str, Any] = {"gate": Gate() if self.gated else None, "trace": trace, "blocks": blocks}
+        form["pieces"] = pieces
         if self.scales is None:
             product_launch.launch(FewerBlocks(self.x, self.weight, *self.places, self.y, **form))
             return
@@ -136,7 +142,26 @@ class LayerTensors:
         self.out = self._rows_of_exchange()  # the product keeps the rows that came
 
     def _exchange(self, spec: ExchangeSpec, limit: int | str) -> Exchange:
-        return Exchange(self.world, spec, "fused", workspace=self.space, sms=limit)
+        with combine_of(limit):
+            return Exchange(self.world, spec, "fused", workspace=self.space, sms=limit)
+
+    def told(self, limit: int) -> column_pieces.ColumnPieces:
+        """Return the pieces of the down product that a combine on so many SMs sends as they are stored."""
+        with combine_of(limit):
+            pieces = pieces_of_dispatch(self.got[limit])
+        assert pieces is not None
+        return pieces
+
+    def enqueue_told(self, limit: int, trace: torch.Tensor | None = None) -> None:
+        """Enqueue the down product, which stores its columns in pieces, and the combine of its rows beside it."""
+        down, pieces = self.products["down"], self.told(limit)
+        pieces.rows = down.y
+        down.launch(self.world.gpu.sms, trace, pieces)
+        self.exchanges[limit].combine_unkept(down.y, self.got[limit], True, self.summed, pieces)
+
+    def forget_told(self, limit: int) -> None:
+        """Let the next product of the same dispatch begin anew: a layer has one for each dispatch."""
+        self.told(limit).words.zero_()
 
     def _part(self, spec: ExchangeSpec, begin: int, sms: Sequence[int | str], stack: ExitStack) -> PartOfCombine:
         """Make the combine of the columns from `begin` on, as many as the spec has."""
@@ -239,6 +264,16 @@ class LayerTensors:
             drawn = quantise_weight(torch.empty(size[1:], device=device).normal_(std=columns**-0.5))
             values[expert], scales[expert] = drawn
         return values, scales
+
+
+@contextmanager
+def combine_of(limit: int | str) -> Iterator[None]:
+    """Let a combine beside its product have so many SMs."""
+    if limit == "auto":
+        yield
+        return
+    with mock.patch.multiple(column_pieces, MOST_SMS=limit, SMS_PART=1):
+        yield
 
 
 def columns_of(shape: Shape, hidden: int) -> ExchangeSpec:

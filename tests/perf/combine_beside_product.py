@@ -6,8 +6,9 @@ The exchange is that of other tokens. So no block waits for rows of the product,
 of what pieces of the product, sent as they are made, can reach. But the last piece of columns cannot be sent before the
 product's end. So `parts` has a combine of all columns but the last ones beside the product, and one of these after it,
 on all SMs. `pieces` does depend: the product is several, each of some columns, and a combine of these waits for it by
-an event. Systems take turns in an order drawn for each round, on a cold L2 cache, after a barrier of all ranks. Times
-are medians of rounds, of the slower rank in each.
+an event. `told` is what a layer does: one product stores its columns in pieces and tells the combine, which is launched
+early and waits on the device (kernels/peer/combine.cu). Systems take turns in an order drawn for each round, on a cold
+L2 cache, after a barrier of all ranks. Times are medians of rounds, of the slower rank in each.
 
 A line has, for each number of SMs of the exchange: the exchange alone; the product on the other SMs alone; both, and
 when each is done; and both with a product that takes no SM of the exchange even after its end (`kept_off`). The last
@@ -115,6 +116,17 @@ class Timer:
             product.launch(self.gpu_sms, trace)
             self.tensors.run(op, "auto")
 
+    def told(self, limit: int) -> dict[str, float]:
+        """Time the down product and the combine beside it, which sends each piece of columns when it is stored."""
+
+        def run() -> None:
+            self.tensors.enqueue_told(limit)
+            self._spin()
+            self.tensors.forget_told(limit)
+
+        self.clock.cold_us(run)
+        return {"us": self.clock.since_begin(self._done), "mhz": self._mhz()}
+
     def in_pieces(self, limit: int, count: int) -> dict[str, float]:
         """Time the down product and its combine in pieces, where each combine waits for its product."""
 
@@ -170,6 +182,7 @@ def systems(timer: Timer, op: str, sms: Sequence[int]) -> dict[str, System]:
             f"kept_off {limit}": lambda limit=limit: timer.both(op, limit, most - limit),
         }
         if op == "combine":
+            named[f"told {limit}"] = lambda limit=limit: timer.told(limit)
             named |= {
                 f"parts {limit} {last}": lambda limit=limit, last=last: timer.both(op, limit, most, last)
                 for last in LAST_COLUMNS
@@ -217,6 +230,8 @@ def is_right(world: World, timer: Timer, op: str, sms: Sequence[int]) -> bool:
     for limit in sms:
         found = results(lambda limit=limit: timer.enqueue_both(op, limit, timer.gpu_sms))
         right = right and all(map(torch.equal, found, want)) and all(bool(part.any()) for part in found)
+        if op == "combine":
+            right = right and _told_is_right(tensors, limit)
         for last, parts in tensors.parts.items() if op == "combine" else ():
             timer.enqueue_both(op, limit, timer.gpu_sms, last=last)
             tensors.exchanges["auto"].check()
@@ -229,6 +244,21 @@ def is_right(world: World, timer: Timer, op: str, sms: Sequence[int]) -> bool:
             y = torch.cat(pieces.sums, dim=1)
             right = right and torch.allclose(y.float(), tensors.summed.float(), rtol=2e-2, atol=6e-2)
     return all(world.swap(right, f"combine beside product: {op} verified"))
+
+
+def _told_is_right(tensors: LayerTensors, limit: int) -> bool:
+    """Whether pieces that are sent as they are stored give the bits of a combine after the product. Run twice."""
+    down, right = tensors.products["down"], True
+    tensors.exchanges["auto"].combine(down.y, tensors.got["auto"], out=tensors.summed)
+    want = tensors.summed.clone()
+    for _ in range(2):
+        down.y.zero_()
+        tensors.summed.zero_()
+        tensors.enqueue_told(limit)
+        tensors.exchanges[limit].check()
+        right = right and torch.equal(tensors.summed, want)
+        tensors.forget_told(limit)
+    return right
 
 
 def line_of(times: dict[str, dict[str, float]], op: str, sms: Sequence[int]) -> dict[str, Any]:
@@ -259,6 +289,9 @@ def line_of(times: dict[str, dict[str, float]], op: str, sms: Sequence[int]) -> 
         }
         for limit in sms
     }
+    told = {limit: us(f"told {limit}") for limit in sms if f"told {limit}" in times}
+    for limit, taken in told.items():
+        beside[str(limit)]["told_us"] = taken
     parts, pieces = ({name: us(name) for name in times if name.startswith(kind)} for kind in ("parts", "pieces"))
     for name, taken in (parts | pieces).items():
         kind, limit, size = name.split()
@@ -275,6 +308,7 @@ def line_of(times: dict[str, dict[str, float]], op: str, sms: Sequence[int]) -> 
         "best_sms": best,
         "gain_us": gain,
         "gain_in_parts_us": round(us("in_turn") - min(parts.values()), 1) if parts else None,
+        "gain_told_us": round(us("in_turn") - min(told.values()), 1) if told else None,
         "gain_in_pieces_us": round(us("in_turn") - min(pieces.values()), 1) if pieces else None,
     }
 

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import functools
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -11,6 +12,7 @@ from raymoe.cuda.jit import KernelSource
 from raymoe.cuda.structs import Peers
 from raymoe.errors import ConfigError
 from raymoe.exchange.peer import combine, dispatch, dispatch_grid
+from raymoe.exchange.peer.column_pieces import pieces_of, sms_beside
 from raymoe.exchange.peer.combine import CombineCall, CombineGrid, CombineParams
 from raymoe.exchange.peer.dealing import Dealing
 from raymoe.exchange.peer.dispatch import STAMP_BYTES, DispatchCall, DispatchParams
@@ -84,17 +86,29 @@ class Build:
         """Lay out launches as `grids` does; on few SMs every block of a dispatch sends and places."""
         return self.grids(sms, mixes=True)
 
+    @functools.cached_property
+    def _block_limits(self) -> tuple[int, int]:
+        """The dynamic shared memory of a block, and the warps of a combine's block, that all ranks' GPUs have."""
+        gpu, retypes = self.space.world.gpu, self.spec.combine_wire != self.spec.dtype
+        warps = combine.block_warps(gpu.capability, self.space.stamped, retypes)
+        gpus: list[tuple[int, int]]
+        gpus = self.space.world.swap((gpu.shared_bytes, warps), "grids")  # type: ignore[assignment]
+        least_shared, warps = (min(facts) for facts in zip(*gpus, strict=True))
+        return least_shared - STATIC_SHARED, warps
+
+    def grid_beside_product(self) -> CombineGrid:
+        """Lay out a combine beside a product that stores rows in pieces of columns."""
+        spec, (room, warps) = self.spec, self._block_limits
+        sms, share = sms_beside(self.space.world.gpu.sms), combine.local_share(self.space.world.size, spec.topk)
+        grid = combine.grid_of(spec.row_bytes, spec.tokens, sms, room, share, warps)
+        return replace(grid, pieces=pieces_of(spec.hidden))
+
     def grids(self, sms: int, mixes: bool = False) -> Grids:
         """Lay out launches of at most one block on each of `sms` SMs.
 
         Grids are equal on all ranks, because the reader of a sender warp's words must know the number of these warps.
         """
-        spec, world = self.spec, self.space.world
-        gpu, retypes = world.gpu, spec.combine_wire != spec.dtype
-        warps = combine.block_warps(gpu.capability, self.space.stamped, retypes)
-        gpus: list[tuple[int, ...]] = world.swap((gpu.shared_bytes, warps), "grids")  # type: ignore[assignment]
-        least_shared, warps = (min(facts) for facts in zip(*gpus, strict=True))
-        room = least_shared - STATIC_SHARED
+        spec, world, (room, warps) = self.spec, self.space.world, self._block_limits
         placed = spec.layout == "expert"
         rows = Rows(
             self.slot_bytes,
@@ -194,6 +208,7 @@ class Build:
             done=space.offset("combine_done"),
             heads=space.offset("combine_heads"),
             taken=space.own("combine_taken"),
+            stored=0,
             numbers=0,
             returned_numbers=0,
             arrival_stride=space.bounds.pieces,

@@ -3,15 +3,21 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
 
 from raymoe.cuda.jit import KernelSource
 from raymoe.cuda.launch import Shape
 from raymoe.cuda.params import ROW_TYPES, U32, U64, Address, Params
 from raymoe.cuda.structs import STRUCTS, Peers, Watch
 from raymoe.errors import ConfigError
+from raymoe.exchange.peer.column_pieces import MOST_PIECES as MOST_COLUMN_PIECES
+from raymoe.exchange.peer.column_pieces import ColumnPieces, tiles_of
 from raymoe.exchange.peer.dispatch import STAMP_BYTES, WARPS, WIDE, BufferOffsets, RefusalRecord, stamps
 from raymoe.exchange.peer.dispatch_grid import crossing
 from raymoe.exchange.peer.trace import traced
+
+if TYPE_CHECKING:
+    import torch
 
 REDUCE, SUM = 1, 2
 ALL_PARTS = REDUCE | SUM
@@ -54,6 +60,7 @@ class CombineParams(CombineCall):
     done: U64
     heads: U64
     taken: Address
+    stored: Address
     numbers: Address
     returned_numbers: Address
     wire_row_bytes: U32
@@ -108,6 +115,15 @@ def with_ll_statuses(source: KernelSource) -> KernelSource:
     return replace(source, defines=(*source.defines, ("LL_STATUSES", "1")))
 
 
+def beside_product(source: KernelSource) -> KernelSource:
+    """Return the build that begins with the pieces of columns that a product beside it has stored.
+
+    >>> beside_product(combine_source("bfloat16")).defines
+    (('ROW_TYPE', 'Bf16'), ('BESIDE_PRODUCT', '1'))
+    """
+    return replace(source, defines=(*source.defines, ("BESIDE_PRODUCT", "1")))
+
+
 def block_warps(capability: tuple[int, int], stamped: bool, retypes: bool) -> int:
     """Return the warps of a block, one block to an SM: as many as there are registers for.
 
@@ -136,6 +152,11 @@ class CombineGrid:
         """Return the launch shape for these parts."""
         blocks = (self.local_blocks if parts & REDUCE else 0) + (self.final_blocks if parts & SUM else 0)
         return Shape(blocks, self.warps * 32, self.shared_bytes if parts & REDUCE else 0)
+
+    def column_pieces(self, words: torch.Tensor, columns: int) -> ColumnPieces:
+        """Return the pieces of this launch's rows, which have so many columns, for a product."""
+        tiles = -(-tiles_of(columns) // self.pieces)
+        return ColumnPieces(words, 0, columns, tiles, self.local_blocks + self.final_blocks)
 
 
 def local_share(ranks: int, topk: int) -> float:
@@ -183,9 +204,9 @@ def most_pieces(tokens: int) -> int:
     """Return the most pieces of so many rows. Each has a word at its token's rank, allocated before any grid is known.
 
     >>> most_pieces(4096), most_pieces(1)
-    (22240, 32)
+    (32768, 32)
     """
-    return min(tokens * MOST_PIECES, tokens * (PIECES + 1) + 2 * FINAL_WARPS)
+    return min(tokens * MOST_PIECES, max(tokens * (PIECES + 1) + 2 * FINAL_WARPS, tokens * MOST_COLUMN_PIECES))
 
 
 MOST_LOCAL_BLOCKS = 60

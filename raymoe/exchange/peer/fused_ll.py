@@ -29,6 +29,7 @@ def few_tokens_table(build: Build, grids: Grids) -> LaunchTable:
         # No line of this path comes without counts: they tell a sender that its peers' readers are done.
         dispatch_known=(),
         combine=(_combine(build, grids.sms),),
+        combine_beside_product=(),  # the combine of few tokens takes less time than it would save
         combine_gradients=(many_tokens.combine(combine.ALL_PARTS, carries=True, ll_statuses=True),),
     )
 

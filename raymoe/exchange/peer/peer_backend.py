@@ -6,7 +6,7 @@ A call sets the addresses of its tensors in launches that were made once, and en
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from struct import Struct
 from typing import Any
 
@@ -20,6 +20,7 @@ from raymoe.errors import CaptureError, ConfigError
 from raymoe.exchange.backend import Dispatched, EntryPlaces, Ids, Tokens
 from raymoe.exchange.packed_refusal import PackedRefusal
 from raymoe.exchange.peer.build import Build, refuse
+from raymoe.exchange.peer.column_pieces import WORDS, ColumnPieces
 from raymoe.exchange.peer.combine import CombineCall
 from raymoe.exchange.peer.dispatch import DispatchCall, DispatchSummary, RefusalRecord
 from raymoe.exchange.peer.kernel_result import KernelDispatched, Metadata, SavedMetadata
@@ -31,7 +32,7 @@ from raymoe.exchange.spec import ExchangeSpec
 from raymoe.memory.world import World
 
 _RECORD_WORDS = RefusalRecord.nbytes() // 8
-_REFUSAL_AT = DispatchSummary.offsets()["refusal"]
+_REFUSAL_AT, _NUMBER_AT = (DispatchSummary.offsets()[name] for name in ("refusal", "number"))
 COMBINES, BACKWARD = 0, 1
 """Kinds of refused operations: combines, and dispatches in backward passes."""
 
@@ -73,6 +74,7 @@ class PeerBackend:
         self.sms = min(world.gpu.sms, max(stage.shape.blocks for stage in self.table.launches()))
         self._allocate(spec)
         self._make_operations()
+        self._pieces: ColumnPieces | None = None
 
     def _allocate(self, spec: ExchangeSpec) -> None:
         """Prepare the memory of results, and the records of refused operations."""
@@ -110,8 +112,8 @@ class PeerBackend:
         self._combine = self._operation(table.combine)
         self._combine_send = self._operation(table.combine_send)
         self._combine_receive = self._operation(table.combine_receive)
-        self._backward: dict[str, LaunchedOperation] = {}
-        """The operations of backward passes so far, by name."""
+        self._later: dict[str, LaunchedOperation] = {}
+        """The operations so far that not every exchange needs, by name."""
 
     def dispatch(self, tokens: Tokens, out: torch.Tensor | None) -> Dispatched:
         self.workspace.begin("dispatch")
@@ -165,6 +167,37 @@ class PeerBackend:
         self.workspace.enqueue("combine", self._combine_receive.sms, self._combine_receive.launches)
         self.workspace.received("combine")
 
+    # A combine beside the product of its rows.
+
+    def column_pieces(self, got: Dispatched) -> ColumnPieces | None:
+        """Return what a product needs that stores the rows of a dispatch in pieces for `combine_beside_product`.
+
+        None: this backend has no such combine. All ranks get None, or none does.
+        """
+        if not self.table.combine_beside_product:
+            return None
+        if self._pieces is None:
+            if capturing(self.world.device):
+                raise CaptureError("the first combine beside a product inside a capture; run one before, eagerly")
+            words = torch.zeros(WORDS, dtype=torch.int64, device=self.world.device)
+            self._pieces = self.build.grid_beside_product().column_pieces(words, self.spec.hidden)
+        number = got.saved(SavedMetadata).address + self._metadata.at["summary"] + _NUMBER_AT
+        return replace(self._pieces, dispatch=number)
+
+    def combine_beside_product(
+        self, rows: torch.Tensor, got: Dispatched, weighted: bool, out: torch.Tensor, pieces: ColumnPieces
+    ) -> None:
+        """Combine as `combine` does, and begin with the pieces of `rows` that the product has stored.
+
+        All ranks call it, also those whose rows come from elsewhere.
+        """
+        self.workspace.begin("combine")
+        operation = self.later_operation("combine_beside_product")
+        self._set_combine(operation, rows, got, weighted, out)
+        (launch,) = operation.launches
+        launch.fields.stored = pieces.words.data_ptr() if pieces.are_of(rows) else 0
+        self.workspace.enqueue("combine", operation.sms, operation.launches)
+
     # Backward passes.
 
     @property
@@ -203,7 +236,7 @@ class PeerBackend:
     ) -> None:
         """Combine without weights, by kernels/peer/combine.cu with CARRIES: the number of each place returns too."""
         self.workspace.begin("combine")
-        operation, weights = self.backward_operation("combine_gradients"), weights.contiguous()
+        operation, weights = self.later_operation("combine_gradients"), weights.contiguous()
         self._set_combine(operation, rows, got, False, out)
         for launch in operation.launches:
             launch.fields.numbers, launch.fields.returned_numbers = weights.data_ptr(), out_weights.data_ptr()
@@ -213,7 +246,7 @@ class PeerBackend:
         """Dispatch by launches that read the metadata of `got`. They read no ids and no weights."""
         self.workspace.begin("dispatch")
         self._keep_for_this_stream(got)
-        operation = self.backward_operation("dispatch_known")
+        operation = self.later_operation("dispatch_known")
         memory, at = got.saved(SavedMetadata).address, self._metadata.at
         sent = memory + at["summary"] + 4 * self.world.rank  # the tokens that this rank has sent
         results = (memory + at[name] for name in ("weights", "expert_offsets", "expert_counts"))
@@ -226,7 +259,7 @@ class PeerBackend:
         self.workspace.enqueue("dispatch", operation.sms, operation.launches)
 
     def dispatch_again(self, tokens: Tokens, out: torch.Tensor | None, forward: Dispatched) -> Dispatched:
-        operation = self.backward_operation("dispatch_again")
+        operation = self.later_operation("dispatch_again")
         self._keep_for_this_stream(forward)
         self.workspace.begin("dispatch")
         got = self._new_result(tokens, out)
@@ -235,13 +268,14 @@ class PeerBackend:
         self.workspace.enqueue("dispatch", operation.sms, operation.launches)
         return got
 
-    def backward_operation(self, name: str) -> LaunchedOperation:
-        """Return an operation of backward passes, by its name in the table. The first pass makes it."""
-        operation = self._backward.get(name)
+    def later_operation(self, name: str) -> LaunchedOperation:
+        """Return an operation that not every exchange needs, by its name in the table. The first call makes it."""
+        operation = self._later.get(name)
         if operation is None:
             if capturing(self.world.device):
-                raise CaptureError("the first backward pass of an exchange inside a capture; run one before, eagerly")
-            operation = self._backward[name] = self._operation(getattr(self.table, name))
+                what = "combine beside a product" if name == "combine_beside_product" else "backward pass"
+                raise CaptureError(f"the first {what} of an exchange inside a capture; run one before, eagerly")
+            operation = self._later[name] = self._operation(getattr(self.table, name))
         return operation
 
     def check(self) -> None:

@@ -14,7 +14,7 @@ from raymoe.cuda.launch import Field, Launch, Shape
 from raymoe.cuda.launcher import Copies, Launcher
 from raymoe.cuda.params import Params
 from raymoe.exchange.peer.build import Build, Grids
-from raymoe.exchange.peer.combine import CombineCall, combine_source, with_ll_statuses
+from raymoe.exchange.peer.combine import ALL_PARTS, CombineCall, beside_product, combine_source, with_ll_statuses
 from raymoe.exchange.peer.dispatch import (
     ChunkedDispatchParams,
     DispatchCall,
@@ -84,6 +84,8 @@ class LaunchTable:
     """A combine that also returns a number of each entry: the gradients of weights."""
     dispatch_known: tuple[AnyStage, ...] = ()
     """A dispatch to the places of an earlier one; empty if the backend keeps no places."""
+    combine_beside_product: tuple[Stage, ...] = ()
+    """A combine of rows that a product stores in pieces of columns; empty if the backend has none."""
     dispatch_beside: tuple[AnyStage, ...] = ()
     """Stages after `dispatch_send` on a stream of their own, which `dispatch_receive` joins."""
 
@@ -142,6 +144,14 @@ class Stages:
         if ll_statuses:
             source, params = with_ll_statuses(source), replace(params, statuses=space.buffers("ll_statuses"))
         return Stage(source, grid.shape(parts), params)
+
+    def combine_beside_product(self) -> Stage:
+        """Make the launch that sends pieces of columns as a product stores them, on few SMs."""
+        space, spec = self.build.space, self.build.spec
+        grid = self.build.grid_beside_product()
+        source = combine_source(spec.dtype, space.stamped, space.traces, spec.combine_wire, grid.warps)
+        params = self.build.combine_params(grid, ALL_PARTS)
+        return Stage(beside_product(source), replace(grid.shape(ALL_PARTS), early=True), params)
 
     def _dispatch_params(self, parts: int) -> DispatchParams:
         params = replace(self.build.dispatch_params(self.grids.dispatch, parts), **self.changes)

@@ -60,6 +60,7 @@ class LayerPasses:
         self.microbatches = section.microbatches
         layer = MoELayer(world, _spec_of_layer(job), form, backend=backend, sms=sms, seed=self.seed)
         self.layer: Any = layer.train(self.backward)  # inference counts no rows
+        layer.overlap = section.overlap
         layer.keeps_rows = layer.keeps_rows or self.recompute == "all"  # as a layer that repeats all by itself
         self.spec = replace(self.spec, wire=layer.exchange.spec.wire, output=layer.exchange.spec.output)
         is_scaled = section.experts_dtype is not None

@@ -45,6 +45,16 @@ IMPOSSIBLE = [
         "layer={microbatches: 2, backward: true}",
         "microbatches have no backward pass, leave out backward or microbatches",
     ),
+    (
+        "layer",
+        "layer={overlap: combine, backward: true}",
+        "a combine beside its product is of passes without gradients, leave out backward or overlap",
+    ),
+    (
+        "layer",
+        "layer={overlap: combine, microbatches: 2, router: {kind: sigmoid}}",
+        "microbatches have the exchange of others beside their products, leave out microbatches or overlap",
+    ),
     ("layer", "layer.experts_dtype=fp8", "only float8_e4m3 is allowed here, did you mean 'float8_e4m3'?"),
     ("layer", "layer={router: {kind: sigmoid, groups: 5}}", "32 experts in 5 groups"),
     ("layer", "layer={router: {kind: sigmoid, groups: 16}}", "the best 1 of 16 groups of 2 experts do not hold top-4"),

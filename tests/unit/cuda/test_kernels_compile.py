@@ -34,7 +34,7 @@ from raymoe.exchange.nccl.rounds import (
     SPREAD,
     sum_sources,
 )
-from raymoe.exchange.peer.combine import combine_source, with_ll_statuses
+from raymoe.exchange.peer.combine import beside_product, combine_source, with_ll_statuses
 from raymoe.exchange.peer.dispatch import (
     ANNOUNCE,
     WARPS,
@@ -142,6 +142,9 @@ SOURCES = (
     dispatch_source(traces=True),
     dispatch_ll_source(traces=True),
     combine_source("bfloat16", traces=True, warps=WIDE),
+    *(beside_product(combine_source(dtype, warps=WIDE)) for dtype in DTYPES),
+    beside_product(combine_source("bfloat16", wire="float32")),
+    beside_product(combine_source("bfloat16", stamped=True)),
     combine_ll_source("bfloat16", traces=True),
     *(combine_ll_source(dtype) for dtype in DTYPES),
 )

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, fields, replace
 from math import nan
 from random import Random
@@ -10,6 +10,7 @@ from random import Random
 import torch
 
 from raymoe.cuda.launch import Shape
+from raymoe.exchange.peer.column_pieces import WORDS, ColumnPieces, tiles_of
 from raymoe.moe.products import THREADS, Gate, Product, TileClass
 from tests.emulator.build import Change
 from tests.emulator.machine import Emulator
@@ -17,6 +18,8 @@ from tests.emulator.tensor_map import emulated_map
 
 _MOST_STEPS = 4_000_000  # a run of these tests takes less than a quarter
 UNTOUCHED = 77.0
+DISPATCH = 41
+"""The number of the dispatch that a product tells."""
 SMALL = TileClass(16, 2)
 
 
@@ -124,6 +127,7 @@ def run_product(
         counter = placed("taken", torch.zeros(1, dtype=torch.int32))
         names = [each.name for each in fields(product) if torch.is_tensor(getattr(product, each.name))]
         there = replace(product, **{name: placed(name, getattr(product, name)) for name in names})
+        there.pieces = placed_pieces(product, placed)
         first, second, tokens = there.maps()
         encoded = emulated_map(first), emulated_map(second), tuple(map(emulated_map, tokens))
         shape = Shape(blocks, THREADS, product.tiles.shared_bytes(len(product.counts)))
@@ -131,11 +135,36 @@ def run_product(
             emulator.launch(0, product.source(), shape, there.params(encoded, counter.data_ptr()))
         emulator.run(seed)
         assert not counter.any(), "the counter of tiles is not 0 for the next launch"
+        judge_told(there)
         for name in names:
             if name in ("y", "gate_up", "trace"):
                 getattr(product, name).copy_(getattr(there, name))
             else:
                 assert torch.equal(*(bits_of(getattr(each, name)) for each in (product, there)))
+
+
+def placed_pieces(product: Product, placed: Callable[[str, torch.Tensor], torch.Tensor]) -> ColumnPieces | None:
+    """Place the words of a product's pieces, and the number of a dispatch."""
+    if product.pieces is None:
+        return None
+    words, number = placed("pieces", product.pieces.words), placed("number", torch.tensor([DISPATCH]))
+    return replace(product.pieces, words=words, dispatch=number.data_ptr())
+
+
+def judge_told(product: Product) -> None:
+    """Check the words of the pieces: the dispatch's number for each that the product has, if there are rows."""
+    if product.pieces is None:
+        return
+    words = product.pieces.words
+    count = -(-tiles_of(product.outputs) // product.pieces.piece_tiles)
+    ready = [DISPATCH] * count if product.counts.any() else []
+    assert words.tolist() == ready + [0] * (WORDS - len(ready))
+
+
+def in_pieces(product: Product, piece_tiles: int = 1) -> Product:
+    """Return the product that stores its results in pieces of columns."""
+    pieces = ColumnPieces(torch.zeros(WORDS, dtype=torch.int64), 0, product.outputs, piece_tiles, 0)
+    return replace(product, pieces=pieces)
 
 
 def bits_of(tensor: torch.Tensor) -> torch.Tensor:

@@ -15,6 +15,7 @@ from raymoe.moe.products import THREADS, Gate, Product
 from tests.emulator.build import Change
 from tests.emulator.machine import Emulator
 from tests.emulator.tensor_map import emulated_map
+from tests.unit.moe.emulated_product import judge_told, placed_pieces
 
 _MOST_STEPS = 4_000_000
 UNTOUCHED = 77.0
@@ -133,6 +134,7 @@ def run_scaled(
 
         counter = placed("taken", torch.zeros(1, dtype=torch.int32))
         product = replace(scaled.product, **{name: placed(name, tensor) for name, tensor in of(scaled.product).items()})
+        product.pieces = placed_pieces(scaled.product, placed)
         scales = {name: placed(name, tensor) for name, tensor in of(scaled).items()}
         there = replace(scaled, product=product, **scales)
         first, second = (emulated_map(each) for each in product.weight_maps())
@@ -141,6 +143,7 @@ def run_scaled(
         for _ in range(launches):
             emulator.launch(0, scaled.source(), shape, params)
         emulator.run(seed)
+        judge_told(product)
         assert not counter.any(), "the counter of tiles is not 0 for the next launch"
         before, after = of(scaled.product) | of(scaled), of(product) | scales
         for name, tensor in before.items():

@@ -9,7 +9,7 @@ import torch
 from raymoe.cuda.jit import KernelSource
 from raymoe.moe.products import TILES, Gate
 from tests.unit.moe.emulated_outer import OuterCase
-from tests.unit.moe.emulated_product import SMALL, ProductCase
+from tests.unit.moe.emulated_product import SMALL, ProductCase, in_pieces
 
 PLAIN = ProductCase((1,), columns=8, outputs=16, tiles=TILES)
 GATED = replace(PLAIN, gate=Gate())
@@ -30,7 +30,9 @@ def product_sources() -> tuple[KernelSource, ...]:
     quick = (PLAIN, *(replace(case, tiles=SMALL) for case in (GATED, ALL_SWITCHES, HALF)))
     whole = (PLAIN, GATED, ALL_SWITCHES, HALF, replace(PLAIN, bias=True, weighted=True, zero_gaps=True), *OF_LAYERS)
     gradients = GRADIENT, replace(GRADIENT, dtype=torch.float16), replace(GRADIENT, zero_gaps=False)
-    return tuple(dict.fromkeys(case.product().source() for case in (*quick, *whole, *gradients)))
+    told = [in_pieces(replace(PLAIN, bias=bias).product()) for bias in (False, True)]
+    products = [*(case.product() for case in (*quick, *whole, *gradients)), *told]
+    return tuple(dict.fromkeys(product.source() for product in products))
 
 
 def outer_sources() -> tuple[KernelSource, ...]:

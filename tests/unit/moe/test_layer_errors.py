@@ -144,3 +144,18 @@ def replicated(world: World, store: str) -> bool:
 
 def test_experts_that_are_replicas_may_be_taken_over(pool: RankPool, tmp_path: Path) -> None:
     assert pool.run(2, replicated, str(tmp_path / "store")) == [True, True]
+
+
+# What runs beside a product.
+
+
+def test_overlap_has_its_names_and_changes_nothing_on_cpu_ranks() -> None:
+    (world,) = wired(1)
+    with world, torch.no_grad():
+        layer, x = MoELayer(world, SPEC, FORM).eval(), torch.randn(5, 32)
+        assert layer.overlap == "none"
+        want = layer(x)
+        with pytest.raises(ConfigError, match="overlap is 'all'; it is one of none, combine"):
+            layer.overlap = "all"
+        layer.overlap = "combine"
+        assert torch.equal(layer(x), want)

@@ -11,7 +11,7 @@ import torch
 from raymoe.exchange.peer.trace import NAMES, TRACE_POINTS
 from raymoe.moe.products import TILES, Gate, TileClass
 from tests.emulator.build import compiler
-from tests.unit.moe.emulated_product import SMALL, ProductCase, drawn_case, judge, run_product
+from tests.unit.moe.emulated_product import SMALL, ProductCase, drawn_case, in_pieces, judge, run_product
 
 pytestmark = pytest.mark.skipif(compiler() is None, reason="needs a C++ compiler, which compiles kernels for a CPU")
 
@@ -62,6 +62,18 @@ def test_transposed_weights_give_the_same_bits() -> None:
     run_product(one)
     run_product(other)
     assert torch.equal(one.y, other.y)
+
+
+@pytest.mark.parametrize("piece_tiles", [1, 2, 4])
+@pytest.mark.parametrize("counts", [(17, 0, 40, 1), (0, 0), (8,)])
+def test_results_in_pieces_of_columns_have_the_same_bits(counts: tuple[int, ...], piece_tiles: int) -> None:
+    """Every piece is told once, also by blocks that have no tile of it; without rows none is."""
+    case = ProductCase(counts, columns=64, outputs=784, bias=True)
+    plain, told = case.product(), in_pieces(case.product(), piece_tiles)
+    run_product(plain)
+    for seed, blocks in enumerate((1, 3)):
+        run_product(told, blocks, seed, launches=2)
+        assert torch.equal(plain.y, told.y)
 
 
 @pytest.mark.one_in(3)

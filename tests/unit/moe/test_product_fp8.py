@@ -11,7 +11,8 @@ from raymoe.errors import ConfigError
 from raymoe.moe.product_fp8 import TILES, ScaledTiles
 from raymoe.moe.products import Gate
 from tests.emulator.build import compiler
-from tests.unit.moe.emulated_product_fp8 import ScaledCase, drawn_case, judge, run_scaled
+from tests.unit.moe.emulated_product import in_pieces
+from tests.unit.moe.emulated_product_fp8 import SMALL, ScaledCase, drawn_case, judge, run_scaled
 
 pytestmark = pytest.mark.skipif(compiler() is None, reason="needs a C++ compiler, which compiles kernels for a CPU")
 
@@ -53,6 +54,17 @@ def test_the_classes_of_layers(tiles: ScaledTiles, counts: tuple[int, ...], quan
     """Their tokens come by boxes of all four sizes, and are columns and rows of wgmma."""
     gate = SWIGLU if quantised else None
     check(ScaledCase(counts, columns=144, outputs=128, gate=gate, quantised=quantised, tiles=tiles))
+
+
+@pytest.mark.parametrize("piece_tiles", [1, 2])
+@pytest.mark.parametrize("tiles", [SMALL, TILES], ids=str)
+def test_results_in_pieces_of_columns_have_the_same_bits(tiles: ScaledTiles, piece_tiles: int) -> None:
+    case = ScaledCase((17, 0, 130, 1), columns=144, outputs=528, tiles=tiles)
+    plain, told = case.product(), case.product()
+    told.product = in_pieces(told.product, piece_tiles)
+    run_scaled(plain)
+    run_scaled(told, blocks=3, launches=2)
+    assert torch.equal(plain.product.y, told.product.y)
 
 
 @pytest.mark.one_in(3)

@@ -104,7 +104,7 @@ INJECTED_BUGS = {
         "before + sum - own", "sum - own", case=ProductCase((1,) * 40, columns=16, outputs=16)
     ),
     "output tiles as without a gate": injected(
-        "/ tiles * OUTPUTS", "/ tiles * 2 * HALF_ROWS", case=replace(GATED, outputs=144)
+        "within / tiles) * OUTPUTS", "within / tiles) * 2 * HALF_ROWS", case=replace(GATED, outputs=144)
     ),
     # The results.
     "a bias after the last": injected("p.outputs - 1);", "p.outputs);", case=BIASED),

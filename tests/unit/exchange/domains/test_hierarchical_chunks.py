@@ -262,7 +262,7 @@ def test_every_launch_takes_only_the_sms_of_the_caller() -> None:
         for sms in (2, 4):
             made = backend("chunks", space, spec, sms=sms)
             for name in ("combine_gradients", "dispatch_known", "dispatch_again"):
-                made.backward_operation(name)
+                made.later_operation(name)
             assert {launch.sms for launch in made._launches.values()} <= set(range(1, sms + 1))
 
 

@@ -228,9 +228,9 @@ def test_refused_gradients_are_written_where_the_exchange_between_domains_reads_
         (space,) = workspaces(emulator, SPEC, stamped=False)
         made = backend("fused", space, SPEC)
         if before:
-            made.backward_operation("combine_gradients")
+            made.later_operation("combine_gradients")
         words = made.refusal_record()
-        (launch,) = made.backward_operation("combine_gradients").launches
+        (launch,) = made.later_operation("combine_gradients").launches
         assert launch.fields.record == words.data_ptr()
 
 
@@ -281,7 +281,7 @@ def test_a_first_backward_pass_inside_a_capture_is_refused() -> None:
             mock.patch("raymoe.exchange.peer.peer_backend.capturing", return_value=True),
             pytest.raises(CaptureError, match="first backward pass of an exchange inside a capture"),
         ):
-            made.backward_operation("combine_gradients")
-        operation = made.backward_operation("combine_gradients")
+            made.later_operation("combine_gradients")
+        operation = made.later_operation("combine_gradients")
         with mock.patch("raymoe.exchange.peer.peer_backend.capturing", return_value=True):
-            assert made.backward_operation("combine_gradients") is operation
+            assert made.later_operation("combine_gradients") is operation

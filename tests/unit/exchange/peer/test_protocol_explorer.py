@@ -249,6 +249,25 @@ def test_the_protocol_holds_for_rows_that_come_in_chunks(case):
     assert len(check_that_it_holds(case).endings) == 1
 
 
+@pytest.mark.one_in(2)
+@pytest.mark.parametrize(
+    "case",
+    [
+        Case(2, "D PC D PC D PC", (full(2),)),
+        Case(2, "D PC D C D PC", (full(2, 2),), counting_blocks=0),
+        Case(2, "D D PC1 PC2 D PC", BOTH),
+        Case(2, "D PC", (TWO_ROWS,), warps=2),
+        Case(2, "FD PC FD FC FD PC", BOTH),
+        Case(2, "D PC D PC", BOTH, refused=((1, 1),)),
+        Case(2, "D D PC", BOTH, mixed=((1, 1, 1),)),
+        Case(3, "D PC D PC", FILLED, counting_blocks=0),
+    ],
+    ids=_case_id,
+)
+def test_the_protocol_holds_for_a_combine_beside_its_product(case):
+    assert len(check_that_it_holds(case).endings) == 1
+
+
 @pytest.mark.parametrize(
     "case",
     [
@@ -289,6 +308,7 @@ def test_every_routing_of_two_ranks_holds_over_three_epochs():
         Case(2, "D C D C", BOTH, timeouts=True, late=True, refused=((1, 1),)),
         Case(2, f"{COPIED} {COPIED} {COPIED}", BOTH, timeouts=True),
         Case(2, "X D C X D C", BOTH, timeouts=True, late=True),
+        Case(2, "D PC D PC", BOTH, timeouts=True, late=True),
         Case(2, "X D X K", (TWO_ROWS,), warps=2, counting_blocks=0, timeouts=True),
         Case(2, "X D X D", (full(2, 2, True, domains=2),), domains=2, own="copied", timeouts=True, late=True),
         Case(3, "FD FD", ALL_3, counting_blocks=0, timeouts=True),

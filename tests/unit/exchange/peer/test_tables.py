@@ -25,6 +25,7 @@ FUSED: dict[str, list[Any]] = MANY_COMBINES | {
     "dispatch_known": [("dispatch known", SEND | PLACE)],
     "dispatch_beside": [],
     "combine": [("combine", REDUCE | SUM)],
+    "combine_beside_product": [],
     "combine_gradients": [("combine gradients", REDUCE | SUM)],
 }
 STAGED: dict[str, list[Any]] = MANY_COMBINES | {
@@ -35,6 +36,7 @@ STAGED: dict[str, list[Any]] = MANY_COMBINES | {
     "dispatch_known": [("alltoallv", SEND), ("dispatch known", PLACE)],
     "dispatch_beside": [],
     "combine": [("combine", REDUCE), ("combine", SUM)],
+    "combine_beside_product": [],
     "combine_gradients": [("combine gradients", REDUCE), ("combine gradients", SUM)],
 }
 COPIES = [("pack", SEND), "copies", ("announce", SEND | PLACE)]
@@ -60,7 +62,13 @@ TABLES: dict[str, dict[str, list[Any]]] = {
         "combine_gradients": [("combine gradients ll_statuses", REDUCE | SUM)],
     },
 }
-BUILDS = {"AGAIN_ROUTED": "again", "KNOWN_ROUTING": "known", "CARRIES": "gradients", "LL_STATUSES": "ll_statuses"}
+BUILDS = {
+    "AGAIN_ROUTED": "again",
+    "KNOWN_ROUTING": "known",
+    "CARRIES": "gradients",
+    "LL_STATUSES": "ll_statuses",
+    "BESIDE_PRODUCT": "beside",
+}
 
 
 def named(stage: Any) -> Any:
@@ -78,11 +86,22 @@ def test_each_operation_has_the_launches_of_its_backend(kind: str) -> None:
         (space, _) = workspaces(emulator, spec)
         made = backend(kind, space, spec)
     assert {name: [named(stage) for stage in stages] for name, stages in vars(made.table).items()} == TABLES[kind]
+
     assert made.keeps_places == bool(TABLES[kind]["dispatch_known"])
     chunked = {
         "CHUNKED_ROWS" in dict(stage.source.defines) for stage in made.table.launches() if "dispatch" in named(stage)[0]
     }
     assert chunked == {kind == "chunks"}
+
+
+def test_rows_of_several_pieces_have_a_combine_beside_their_product() -> None:
+    with Emulator(2) as emulator:
+        for hidden, found in ((1024, []), (1032, [("combine beside", REDUCE | SUM)])):
+            spec = spec_for("fused", hidden=hidden)
+            (space, _) = workspaces(emulator, spec)
+            stages = backend("fused", space, spec).table.combine_beside_product
+            assert [named(stage) for stage in stages] == found
+            assert all(stage.shape.early for stage in stages)
 
 
 def test_rows_that_cross_as_fp8_are_pushed_by_dispatch_and_keep_no_places() -> None:
@@ -99,6 +118,6 @@ def test_operations_with_the_same_stage_share_its_launch() -> None:
     with Emulator(2) as emulator:
         (space, _) = workspaces(emulator, spec)
         made = backend("staged", space, spec)
-        (_, move, place), known = made._dispatch.launches, made.backward_operation("dispatch_known").launches
+        (_, move, place), known = made._dispatch.launches, made.later_operation("dispatch_known").launches
         assert made._dispatch_send.launches[-1] is move and made._dispatch_receive.launches == (place,)
         assert known[0] is move and known[1] is not place

@@ -7,12 +7,12 @@ namespace raymoe {
 
 // Writes the number of tiles before each expert to shared memory. The loading warp calls this.
 __device__ __forceinline__ void count_tiles(const ProductParams& p, const Memory& memory) {
-    const u32 lane = threadIdx.x % 32, output_tiles = (p.outputs + OUTPUTS - 1) / OUTPUTS;
+    const u32 lane = threadIdx.x % 32, side_by_side = TELLS ? 1 : output_tiles(p);
     u32 before = 0;
     for (u32 begin = 0; begin < p.experts; begin += 32) {
         const u32 expert = begin + lane;
         const u32 rows = ptx::load_4_if(expert < p.experts, p.expert_counts + expert * 4ull, 0);
-        u32 sum = token_tiles(rows) * output_tiles;
+        u32 sum = token_tiles(rows) * side_by_side;
         const u32 own = sum;
 #pragma unroll
         for (u32 step = 1; step < 32; step *= 2) {
@@ -29,24 +29,33 @@ __device__ __forceinline__ void count_tiles(const ProductParams& p, const Memory
     }
 }
 
-// Finds the tile of this number, from expert `from` on: numbers of a block only rise.
-__device__ __forceinline__ ProductTile find_tile(const ProductParams& p, const Memory& memory, u32 number, u32 from) {
-    u32 expert = from;
-    while (ptx::shared_load_4(memory.first_tile(expert + 1)) <= number) {
+// Finds the tile of this number. `last` is the block's last one: its numbers only rise.
+__device__ __forceinline__ ProductTile find_tile(const ProductParams& p, const Memory& memory, u32 number,
+                                                 const ProductTile& last) {
+    u32 piece = 0, side_by_side = 1;
+    if constexpr (TELLS) {
+        const u32 of_piece = ptx::shared_load_4(memory.first_tile(p.experts)) * p.piece_tiles;
+        piece = number / of_piece;
+        number -= piece * of_piece;
+        side_by_side = output_tiles(p, piece);
+    }
+    u32 expert = piece == last.piece ? last.expert : 0;
+    while (ptx::shared_load_4(memory.first_tile(expert + 1)) * side_by_side <= number) {
         ++expert;
     }
     const u32 rows = ptx::load_4(p.expert_counts + expert * 4ull), tiles = token_tiles(rows);
     const u32 start = ptx::load_4(p.expert_offsets + expert * 4ull);
     const u32 room = ptx::load_4(p.expert_offsets + expert * 4ull + 4) - start;
-    const u32 within = number - ptx::shared_load_4(memory.first_tile(expert));
+    const u32 within = number - ptx::shared_load_4(memory.first_tile(expert)) * side_by_side;
     // Neighbouring tiles have the same weights, so that blocks which run at once read them from the L2 cache.
-    const u32 output = within / tiles * OUTPUTS, token_tile = within % tiles, steps = rounded_up(rows, STEP) / STEP;
+    const u32 output = (piece * p.piece_tiles + within / tiles) * OUTPUTS;
+    const u32 token_tile = within % tiles, steps = rounded_up(rows, STEP) / STEP;
     // Tiles of an expert are alike. Where one of many tokens costs as much as a full one, all but the last are full.
     constexpr bool full = COLUMN_TOKENS < TOKENS;
     const u32 begin = full ? token_tile * TOKENS : token_tile * steps / tiles * STEP;
     const u32 end = full ? begin + TOKENS : (token_tile + 1) * steps / tiles * STEP;
     const u32 stored = ZEROES_GAPS ? min(end, room) : min(end, rows);
-    return {expert, output, start + begin, min(end, rows) - begin, stored - begin};
+    return {expert, output, start + begin, min(end, rows) - begin, stored - begin, piece};
 }
 
 struct Loader {
@@ -75,7 +84,9 @@ struct Loader {
     }
 
     // The number of tiles.
-    __device__ __forceinline__ u32 tiles() const { return ptx::shared_load_4(memory.first_tile(p.experts)); }
+    __device__ __forceinline__ u32 tiles() const {
+        return ptx::shared_load_4(memory.first_tile(p.experts)) * (TELLS ? output_tiles(p) : 1);
+    }
 
     // Loads both halves of the weights. Transposed ones have a box for each 64 outputs, which are its pieces.
     __device__ __forceinline__ void load_weights(const ProductTile& tile, u32 column, u32 shared, u32 barrier,
@@ -115,19 +126,17 @@ struct Loader {
 __device__ __forceinline__ void load_tiles(const ProductParams& p, const Memory& memory) {
     const u64 once = ptx::evict_first_policy(), again = ptx::evict_last_policy();
     Loader loader{p, memory};
-    u32 number = blockIdx.x, expert = 0;
+    u32 number = blockIdx.x;
+    ProductTile last{};
     for (u32 turn = 0;; ++turn) {
         const u32 record = turn % 2;
-        ProductTile tile{0, 0, 0, 0, 0};
         const bool there = number < loader.tiles();
-        if (there) {
-            tile = find_tile(p, memory, number, expert);
-            expert = tile.expert;
-        }
+        const ProductTile tile = there ? find_tile(p, memory, number, last) : ProductTile{};
+        last = tile;
         await(memory.read(record), (turn / 2 + 1) & 1);
         ptx::shared_store_16(memory.tile(record), {tile.expert | static_cast<u64>(tile.output) << 32,
                                                    tile.row | static_cast<u64>(tile.rows) << 32});
-        ptx::shared_store_4(memory.tile(record) + 16, tile.stored);
+        ptx::shared_store_8(memory.tile(record) + 16, tile.stored | static_cast<u64>(tile.piece) << 32);
         ptx::barrier_arrive(memory.told(record));
         if (!there) {
             return;

@@ -34,8 +34,10 @@ __device__ __forceinline__ ProductTile told_tile(const Memory& memory, u32 turn)
     const u32 record = turn % 2;
     await(memory.told(record), turn / 2 & 1);
     const ptx::Bytes16 words = ptx::shared_load_16(memory.tile(record));
-    const ProductTile tile{static_cast<u32>(words.low), static_cast<u32>(words.low >> 32), static_cast<u32>(words.high),
-                           static_cast<u32>(words.high >> 32), ptx::shared_load_4(memory.tile(record) + 16)};
+    const u64 more = ptx::shared_load_8(memory.tile(record) + 16);
+    const ProductTile tile{static_cast<u32>(words.low),  static_cast<u32>(words.low >> 32),
+                           static_cast<u32>(words.high), static_cast<u32>(words.high >> 32),
+                           static_cast<u32>(more),       static_cast<u32>(more >> 32)};
     __syncwarp();  // all threads of the warp have read the record
     if (threadIdx.x % 32 == 0) {
         ptx::barrier_arrive(memory.read(record));
@@ -48,21 +50,40 @@ template <class Params>
 __device__ __forceinline__ void multiply_many_tokens(const Params& p, const Memory& memory, const ProductTile& tile,
                                                      u32& turn);
 
+// Counts a tile whose results this warp has stored. The warp that counts the last one of a piece says that the piece
+// is there. All threads of the warp call this.
+__device__ __forceinline__ void tell_stored(const ProductParams& p, const Memory& memory, const ProductTile& tile) {
+    __syncwarp();  // hands the stores of the warp to the thread below
+    if (threadIdx.x % 32 == 0) {
+        const u32 tiles = ptx::shared_load_4(memory.first_tile(p.experts)) * output_tiles(p, tile.piece);
+        const u32 last = tiles * MULTIPLYING_WARPS - 1;
+        if (ptx::atomic_increment_wrapping(&p.pieces->stored[tile.piece], last) == last) {
+            ptx::store_release_gpu(&p.pieces->ready[tile.piece], ptx::load_8(p.dispatch));
+        }
+    }
+}
+
 template <class Params>
-__device__ __forceinline__ void multiply_tiles(const Params& p, const Memory& memory) {
+__device__ __forceinline__ void multiply_tiles(const Params& p, const ProductParams& product, const Memory& memory) {
     u32 stage_turn = 0;
     for (u32 turn = 0;; ++turn) {
         const ProductTile tile = told_tile(memory, turn);
         if (tile.rows == 0) {
             return;
         }
+        bool multiplied = false;
         if constexpr (COLUMN_TOKENS < TOKENS) {
-            if (tile.stored > COLUMN_TOKENS) {
+            multiplied = tile.stored > COLUMN_TOKENS;
+            if (multiplied) {
                 multiply_many_tokens(p, memory, tile, stage_turn);
-                continue;
             }
         }
-        multiply_at_most<COLUMN_TOKENS>(p, memory, tile, rounded_up(tile.stored, STEP), stage_turn);
+        if (!multiplied) {
+            multiply_at_most<COLUMN_TOKENS>(p, memory, tile, rounded_up(tile.stored, STEP), stage_turn);
+        }
+        if constexpr (TELLS) {
+            tell_stored(product, memory, tile);
+        }
     }
 }
 
@@ -80,6 +101,9 @@ __device__ __forceinline__ void run_block(const Params& p, const ProductParams& 
                                           const Others& others) {
     if (threadIdx.x == 0) {
         trace(product.trace, AT_START);
+        if (TELLS) {
+            ptx::let_next_kernel_begin();
+        }
         for (u32 stage = 0; stage < STAGES; ++stage) {
             ptx::barrier_init(memory.full(stage), 1 + Others::ARRIVALS);
             ptx::barrier_init(memory.empty(stage), MULTIPLYING_WARPS);
@@ -96,7 +120,7 @@ __device__ __forceinline__ void run_block(const Params& p, const ProductParams& 
     __syncthreads();  // hands the barriers and the numbers of tiles to all threads
     if (threadIdx.x < MULTIPLYING_WARPS * 32) {
         ptx::take_registers<MULTIPLYING_REGISTERS>();
-        multiply_tiles(p, memory);
+        multiply_tiles(p, product, memory);
         if (threadIdx.x == 0) {
             trace(product.trace, AT_END);
         }

@@ -1,6 +1,7 @@
 // The switches, parameters, tiles and shared memory of product.cu, which describes them.
 #pragma once
 
+#include "raymoe/base/column_pieces.cuh"
 #include "raymoe/base/trace.cuh"
 #include "raymoe/moe/product/operands.cuh"
 
@@ -46,6 +47,12 @@
 #define ZEROES_GAPS false
 #endif
 
+#ifdef TELLS_PIECES
+#define TELLS true
+#else
+#define TELLS false
+#endif
+
 #ifdef E4M3_OPERANDS
 #define OPERAND_BYTES 1
 #else
@@ -70,6 +77,7 @@ constexpr u32 COLUMN_TOKENS = TOKENS;
 #endif
 static_assert(TOKENS % STEP == 0 && TOKENS <= 176, "sums of more tokens do not fit in the registers");
 static_assert(!(GATED && TRANSPOSED), "gate and up rows of transposed weights are no boxes");
+static_assert(!(GATED && TELLS), "a combine takes the results of the last product");
 
 struct ProductParams {
     EncodedMap first;       // [experts][rows of weights][columns], boxes of 128 rows: gate rows, or all rows.
@@ -88,7 +96,12 @@ struct ProductParams {
     u32 outputs;  // of an expert, a multiple of 16
     u32 columns;  // a multiple of 8
     float alpha, limit, up_plus;
-    u64 unused[5];  // up to a multiple of 64 bytes
+    // With TELLS_PIECES, else null and 0.
+    ColumnPieces* pieces;
+    const u64* dispatch;  // the number of the dispatch that brought the rows
+    u32 piece_tiles;      // tiles of a piece side by side; the last piece may have fewer
+    u32 unused;
+    u64 unused_too[2];  // up to a multiple of 64 bytes
 };
 
 // A tile as the loading thread describes it.
@@ -98,6 +111,7 @@ struct ProductTile {
     u32 row;     // the first row of x and y
     u32 rows;    // rows of this expert; 0: there is no tile any more
     u32 stored;  // rows of y that are stored: more than `rows` where a gap becomes zeros
+    u32 piece;   // of columns; 0 without TELLS_PIECES
 };
 
 // The tokens that a tile loads.
@@ -107,6 +121,12 @@ __device__ __forceinline__ u32 loaded_tokens(const ProductTile& tile) {
 
 // The tiles of tokens that an expert has.
 __device__ __forceinline__ u32 token_tiles(u32 rows) { return (rows + TOKENS - 1) / TOKENS; }
+
+// The tiles of an expert side by side: of all outputs, and with TELLS_PIECES of a piece.
+__device__ __forceinline__ u32 output_tiles(const ProductParams& p) { return (p.outputs + OUTPUTS - 1) / OUTPUTS; }
+__device__ __forceinline__ u32 output_tiles(const ProductParams& p, u32 piece) {
+    return min(p.piece_tiles, output_tiles(p) - piece * p.piece_tiles);
+}
 
 // Shared memory.
 struct Memory {
@@ -119,6 +139,7 @@ struct Memory {
     __device__ __forceinline__ u32 told(u32 record) const { return empty(STAGES) + record * 8; }
     __device__ __forceinline__ u32 read(u32 record) const { return told(2) + record * 8; }
     __device__ __forceinline__ u32 tile(u32 record) const { return read(2) + record * 32; }
+    // The number of tiles before an expert's, with TELLS_PIECES of one output tile.
     __device__ __forceinline__ u32 first_tile(u32 expert) const { return tile(2) + expert * 4; }
 };
 

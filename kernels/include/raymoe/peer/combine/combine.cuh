@@ -1,6 +1,7 @@
 // The parameters of a combine, the structs around them, and the words between ranks. combine.cu has the protocol.
 #pragma once
 
+#include "raymoe/base/column_pieces.cuh"
 #include "raymoe/peer/dispatch/dispatch.cuh"
 #include "raymoe/base/vectors.cuh"
 
@@ -13,6 +14,10 @@
 
 #ifndef CARRIES
 #define CARRIES 0  // 1: a float32 number of each entry (token, k) is returned beside the sum of its token
+#endif
+
+#ifndef BESIDE_PRODUCT
+#define BESIDE_PRODUCT 0  // 1: runs beside the product that stores the experts' rows, in pieces of columns
 #endif
 
 namespace raymoe {
@@ -77,6 +82,10 @@ struct CombineParams : CombineCall {
     // the first two of each. Both are 0 again at the end of a run.
     u64* taken;
 
+    // With BESIDE_PRODUCT the pieces of the experts' rows that are there, or null if a kernel before has all of them.
+    // A piece of this kernel ends where that of the product does, or before.
+    const ColumnPieces* stored;
+
     // With CARRIES, else null.
     const u8* numbers;     // float[capacity]: the number of each place
     u8* returned_numbers;  // float[tokens][topk]: the numbers of this rank's entries, zero for one without an expert
@@ -118,6 +127,12 @@ struct CombineParams : CombineCall {
         return peers.slot(peer, statuses[parity], rank, sizeof(Refusal));
     }
 
+    // The number of the piece that is the `at`-th to leave, where each rank has `count` tokens: all pieces of a token,
+    // then those of the next. Beside a product the first pieces of all tokens leave first, as they become ready.
+    __device__ __forceinline__ u32 number_at(u32 at, u32 count) const {
+        return BESIDE_PRODUCT ? at % count * pieces + at / count : at;
+    }
+
     __device__ __forceinline__ u32 vectors() const { return row_bytes / 16; }
 
     // 16-byte vectors of a piece; the last one may have fewer.
@@ -143,6 +158,33 @@ struct CombineParams : CombineCall {
         const u32 place = static_cast<u32>(entry);
         return ptx::load_4_if(place != NOWHERE, numbers + place * 4ull, 0);
     }
+};
+
+// What a warp knows of the pieces that a product beside it has stored. The warp takes pieces in ascending order.
+class StoredPieces {
+  public:
+    // Waits until the experts' rows have this piece and those before it: the product may end a later one first, and
+    // this kernel's pieces may begin in the one before. Returns false if the wait failed. All threads of the warp call
+    // this.
+    __device__ __forceinline__ bool await(const CombineParams& p, u32 piece) {
+        if (!BESIDE_PRODUCT || p.stored == nullptr || piece < known_) {
+            return true;
+        }
+        bool ok = true;
+        if (threadIdx.x % 32 == 0) {
+            const u64 number = ptx::load_8(&p.summary->number);
+            for (u32 each = known_; ok && each <= piece; ++each) {
+                ok = wait_for_epoch(&p.stored->ready[each], number, Waiting{p.op, p.peers.rank, number}, p.watch);
+            }
+        }
+        ok = __all_sync(0xFFFFFFFF, ok);
+        __syncwarp();  // hands what was acquired to the other threads of the warp
+        known_ = piece + 1;
+        return ok;
+    }
+
+  private:
+    u32 known_ = 0;  // the warp has awaited all pieces before this one
 };
 
 // The state that every block of a combine reads first.

@@ -1,10 +1,10 @@
 // The final reduction of a combine computes each row of y: it adds the ranks' sums of the token, in rank order, as they
 // arrive. The sum of this rank's own experts never leaves the rank, but is rounded as if it had.
 //
-// A warp takes pieces, as the local reduction cuts them (local_reduction.cuh), in the order in which they leave. It
-// takes the next one when it has finished one. While a piece is summed, the warp asks for the places of the next one,
-// and for the piece after that. It sums the own experts' rows before it waits for the peers' sums: mostly the warp is
-// early, and then only the additions remain.
+// A warp takes pieces, as the local reduction cuts them (local_reduction.cuh), in the order in which they leave
+// (`number_at`). It takes the next one when it has finished one. While a piece is summed, the warp asks for the places
+// of the next one, and for the piece after that. It sums the own experts' rows before it waits for the peers' sums:
+// mostly the warp is early, and then only the additions remain.
 #pragma once
 
 #include "raymoe/peer/combine/adding.cuh"
@@ -23,7 +23,7 @@ class FinalReduction {
         u32 next = at_ + warps_;
         load();
         while (at_ < p_.tokens * p_.pieces) {
-            const u32 number = at_, mask = mask_;
+            const u32 number = p_.number_at(at_, p_.tokens), mask = mask_;
             const u64 entry = mask >> p_.peers.rank & 1 ? entry_ : NOWHERE;
             at_ = next;
             load();
@@ -38,19 +38,22 @@ class FinalReduction {
   private:
     // Loads the places of the rows of piece `at_`.
     __device__ __forceinline__ void load() {
-        const u32 token = at_ / p_.pieces;
-        const bool wanted = token < p_.tokens;
+        const bool wanted = at_ < p_.tokens * p_.pieces;
+        const u32 token = wanted ? p_.number_at(at_, p_.tokens) / p_.pieces : 0;
         mask_ = ptx::load_4_if(wanted, p_.masks + token, 0);
         entry_ = p_.entry(p_.peers.rank, token, wanted);
     }
 
     // Computes one piece of a row of y from the sums of the ranks in `mask` and the own experts' rows. Returns false if
     // a wait failed.
-    __device__ __forceinline__ bool sum_piece(u32 number, u32 mask, u64 entry) const {
+    __device__ __forceinline__ bool sum_piece(u32 number, u32 mask, u64 entry) {
         const u32 token = number / p_.pieces, me = p_.peers.rank;
         const u32 begin = number % p_.pieces * p_.piece_vectors();
         const u32 last = min(begin + p_.piece_vectors(), p_.vectors());  // the last pieces may have no vectors
         const u32 hits = __ballot_sync(0xFFFFFFFF, static_cast<u32>(entry) != NOWHERE);
+        if (hits != 0 && begin < last && !stored_.await(p_, number % p_.pieces)) {
+            return false;
+        }
         p_.prefetch(entry, begin, last);
         auto slot = [&](u32 rank) { return Term{p_.slot_at(me, epoch_ & 1, rank, token), 1.0f}; };
         u8* row = p_.y + static_cast<u64>(token) * p_.row_bytes;
@@ -153,6 +156,7 @@ class FinalReduction {
     u64 epoch_;
     u32 warps_;
     u32 at_;
+    StoredPieces stored_;
     u32 mask_ = 0;   // of piece `at_`: the ranks that its token went to
     u64 entry_ = 0;  // of piece `at_`: entry k of its token, in thread k
 };

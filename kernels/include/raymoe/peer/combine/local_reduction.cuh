@@ -2,10 +2,10 @@
 // in float32, round once to the type in which sums cross, and push the sum into the peer's slot.
 //
 // Rows are cut into pieces; number n is piece n % pieces of token n / pieces. An item is a number for one peer, and the
-// items of a number are consecutive. So all ranks get their first pieces first. A warp takes the next item when it has
-// finished one, because some items are no work and some are much. It sums a piece step by step and pushes each step at
-// once, so that the links are busy from early on. With CARRIES the numbers of a token's entries go with its first
-// piece.
+// items of a number are consecutive. So all ranks get their first pieces first. Numbers leave in the order of
+// `number_at`. A warp takes the next item when it has finished one, because some items are no work and some are much.
+// It sums a piece step by step and pushes each step at once, so that the links are busy from early on. With CARRIES the
+// numbers of a token's entries go with its first piece.
 #pragma once
 
 #include "raymoe/peer/combine/adding.cuh"
@@ -41,12 +41,14 @@ class LocalReduction {
         const u32 thread = threadIdx.x % 32;
         cause_ = ptx::load_4(&p_.summary->refusal.cause);
         sent_ = ptx::load_4_if(thread < p_.peers.ranks, &p_.summary->tokens[thread], 0);
-        entry_ = entry_of(warp_);
+        if (!BESIDE_PRODUCT) {  // the order of numbers does not depend on `sent_`
+            entry_ = entry_of(warp_);
+        }
     }
 
-    // Reduces the warp's items, and returns when every piece has arrived and its word is stored. All threads of the
-    // warp call this. While an item is summed, the warp asks for the places of the next one, and for the item after
-    // that.
+    // Reduces the warp's items, and returns when every piece has arrived and its word is stored. Ends early if a wait
+    // for the product beside it fails, which poisons the run. All threads of the warp call this. While an item is
+    // summed, the warp asks for the places of the next one, and for the item after that.
     __device__ __forceinline__ void run(u64 epoch) {
         epoch_ = epoch;
         if (threadIdx.x / 32 >= p_.local_warps || cause_ != CAUSE_NONE) {
@@ -54,21 +56,26 @@ class LocalReduction {
         }
         const u32 peers = p_.peers.ranks - 1, warps = p_.reduction_warps();
         sent_ = min(sent_ - min(sent_, p_.first_token), p_.most_tokens);
-        u32 most = 0;
 #pragma unroll 1
         for (u32 step = 0; step < peers; ++step) {
-            most = max(most, __shfl_sync(0xFFFFFFFF, sent_, p_.peers.in_turn(step)));
+            most_ = max(most_, __shfl_sync(0xFFFFFFFF, sent_, p_.peers.in_turn(step)));
         }
-        const u32 items = most * p_.pieces * peers;
+        const u32 items = most_ * p_.pieces * peers;
         u32 item = warp_, next = warp_ + warps;
+        if (BESIDE_PRODUCT && item < items) {
+            entry_ = entry_of(item);
+        }
         while (item < items) {
             const u64 entry = entry_;
             entry_ = entry_of(next);
             const u64 taken = leads_ ? ptx::atomic_add(p_.taken, 1) : 0;
-            const u32 source = p_.peers.in_turn(item % peers), number = item / peers;
+            const u32 source = p_.peers.in_turn(item % peers), number = p_.number_at(item / peers, most_);
             const bool sent = number / p_.pieces < __shfl_sync(0xFFFFFFFF, sent_, source);
             const u32 hits = __ballot_sync(0xFFFFFFFF, sent && static_cast<u32>(entry) != NOWHERE);
             if (hits != 0) {
+                if (!stored_.await(p_, number % p_.pieces)) {
+                    break;
+                }
                 push(source, number, entry, hits);
             }
             item = next;
@@ -83,7 +90,7 @@ class LocalReduction {
   private:
     // The places of an item's rows; valid for any item. A rank alone has no items.
     __device__ __forceinline__ u64 entry_of(u32 item) const {
-        const u32 peers = max(p_.peers.ranks, 2u) - 1, token = item / peers / p_.pieces;
+        const u32 peers = max(p_.peers.ranks, 2u) - 1, token = p_.number_at(item / peers, most_) / p_.pieces;
         return p_.entry(p_.peers.in_turn(item % peers), token, token < p_.most_tokens);
     }
 
@@ -185,6 +192,8 @@ class LocalReduction {
     u64 epoch_ = 0;
     u32 cause_ = 0;  // why this rank refuses the step; CAUSE_NONE if it does not
     u32 sent_ = 0;   // the tokens that rank i sent here, in thread i
+    u32 most_ = 0;   // the most tokens that a peer sent here
+    StoredPieces stored_;
     u64 entry_ = 0;  // entry k of the next item, in thread k
     u32 groups_ = 0;
     u32 unannounced_ = 0;  // pieces that are pushed, and whose words are not stored yet

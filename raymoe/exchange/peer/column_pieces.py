@@ -1,0 +1,97 @@
+"""Pieces of columns in which a product stores rows while the combine beside it sends the pieces that are there.
+
+The product and the combine follow one another on one stream. The combine is launched early: it begins when all blocks
+of the product have begun, on SMs that the product leaves. kernels/peer/combine.cu has the protocol.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    import torch
+
+MOST_PIECES = 8
+WORDS = MOST_PIECES + MOST_PIECES // 2
+"""64-bit words of the struct in kernels/include/raymoe/base/column_pieces.cuh."""
+
+TILE_OUTPUTS = 256
+"""Columns of results in a tile of the product."""
+LEAST_TILES = 4
+"""Tiles side by side in a piece. A warp of the combine adds 1024 columns at a time."""
+MOST_SMS, SMS_PART = 16, 8
+"""The SMs of the combine: a part of all, and no more than it needs to keep its links busy beside a product."""
+
+
+@dataclass(slots=True)
+class ColumnPieces:
+    """What a product needs to know to tell the combine of a dispatch which pieces of the rows are there."""
+
+    words: torch.Tensor
+    """int64[WORDS] of the exchange, on its GPU."""
+    dispatch: int
+    """The address of the dispatch's number."""
+    columns: int
+    """Of a row."""
+    piece_tiles: int
+    sms: int
+    """The SMs that the product leaves to the combine."""
+    rows: torch.Tensor | None = None
+    """The rows that a product stores in pieces, once it is enqueued."""
+
+    def are_of(self, rows: torch.Tensor) -> bool:
+        """Whether a product stores these rows in pieces."""
+        return self.rows is not None and self.rows.data_ptr() == rows.data_ptr()
+
+
+def pieces_of(columns: int) -> int:
+    """Return the number of pieces of rows of so many columns.
+
+    >>> pieces_of(7168), pieces_of(2880), pieces_of(512), pieces_of(16384)
+    (7, 3, 1, 8)
+    """
+    tiles = tiles_of(columns)
+    return -(-tiles // max(LEAST_TILES, -(-tiles // MOST_PIECES)))
+
+
+def tiles_of(columns: int) -> int:
+    """Return the tiles side by side of rows of so many columns."""
+    return -(-columns // TILE_OUTPUTS)
+
+
+def sms_beside(sms: int) -> int:
+    """Return the SMs of a combine beside a product, of so many.
+
+    >>> sms_beside(132), sms_beside(6)
+    (16, 2)
+    """
+    return max(2, min(MOST_SMS, sms // SMS_PART))
+
+
+_TELLING: ContextVar[ColumnPieces | None] = ContextVar("pieces of columns that a product tells", default=None)
+
+
+@contextmanager
+def telling(pieces: ColumnPieces | None) -> Iterator[None]:
+    """Let the last product that this thread enqueues inside store its rows in pieces; None: as ever."""
+    before = _TELLING.set(pieces)
+    try:
+        yield
+    finally:
+        _TELLING.reset(before)
+
+
+def pieces_to_tell(y: torch.Tensor) -> ColumnPieces | None:
+    """Return the pieces in which a product without a gate stores y; None: it stores y as ever.
+
+    A combine reads rows of 16-bit elements in the dispatch's places, so others are not told.
+    """
+    pieces = _TELLING.get()
+    if pieces is None or pieces.rows is not None or y.shape[1] != pieces.columns or y.element_size() != 2:
+        return None
+    pieces.rows = y
+    return pieces
