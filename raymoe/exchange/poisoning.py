@@ -1,4 +1,4 @@
-"""What an error that ends an operation early does to its exchange."""
+"""An error that ends an operation early makes its exchange unusable."""
 
 from __future__ import annotations
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import functools
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import replace
 from typing import Any, Self, TypedDict, Unpack
 
@@ -199,8 +200,8 @@ class MoELayer(nn.Module):
 
     @property
     def overlap(self) -> str:
-        """What runs beside the products without gradients: `none`; or `combine`, which sends the first columns of the
-        results while the last product computes the others (docs/layer.md). All ranks set the same."""
+        """The exchange beside the products in passes without gradients: `none`; or `combine`, which sends the first
+        columns of the results while the last product computes the others (docs/layer.md). All ranks set the same."""
         return self._overlap
 
     @overlap.setter
@@ -425,10 +426,17 @@ class MoELayer(nn.Module):
         dispatched = self.dispatch_rows(x, topk_idx, topk_weights)
         if after_dispatch is not None:
             after_dispatch()
-        pieces = column_pieces(dispatched) if self._overlap == "combine" else None
-        with telling(pieces):
+        pieces = column_pieces(dispatched) if self._sends_pieces() else None
+        with nullcontext() if pieces is None else telling(pieces):
             rows = self.multiply_rows(dispatched).to(x.dtype)
         return self.exchange.combine_unkept(rows, dispatched, weighted=not self._by_row, pieces=pieces)
+
+    def _sends_pieces(self) -> bool:
+        """Whether the combine may run beside the last product; alike on all ranks.
+
+        With weights in the first product, a bias is added after the last one.
+        """
+        return self._overlap == "combine" and not (self._by_row and self.experts.down_proj_bias is not None)
 
     # The steps of a pass without gradients.
 

@@ -90,6 +90,7 @@ class PreparedScaledProduct:
             self._memory[self._weights_at : self._weights_at + len(weights)] = weights
             self._memory[self._tokens_at : self._tokens_at + len(tokens)] = tokens
             self._set_addresses(*places, y, 0, bias, row_weights, taken, trace)
-            self._set_told(*product.told)
+            if product.pieces is not None:
+                self._set_told(*product.told)
             self._set_scales(*scaled.scales())
             self._launch.enqueue(stream, self._pointers_at, blocks, self._block)

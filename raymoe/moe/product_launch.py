@@ -119,5 +119,6 @@ class PreparedProduct:
             self._memory[places["second"] : places["second"] + one] = weights[one:]
             self._memory[places["tokens"] : places["tokens"] + len(tokens)] = tokens
             self._set_addresses(*addresses, self._device.counter(stream), trace)
-            self._set_told(*product.told)
+            if product.pieces is not None:
+                self._set_told(*product.told)
             self._launch.enqueue(stream, self._pointers_at, blocks, self._block)

@@ -87,18 +87,28 @@ class Build:
         return self.grids(sms, mixes=True)
 
     @functools.cached_property
-    def _block_limits(self) -> tuple[int, int]:
-        """The dynamic shared memory of a block, and the warps of a combine's block, that all ranks' GPUs have."""
+    def _of_all_gpus(self) -> tuple[int, int, bool]:
+        """What all ranks' GPUs have: dynamic shared memory of a block, warps of a combine's block, and whether wgmma.
+
+        Their capability 9.0 is the only one with it.
+        """
         gpu, retypes = self.space.world.gpu, self.spec.combine_wire != self.spec.dtype
         warps = combine.block_warps(gpu.capability, self.space.stamped, retypes)
-        gpus: list[tuple[int, int]]
-        gpus = self.space.world.swap((gpu.shared_bytes, warps), "grids")  # type: ignore[assignment]
-        least_shared, warps = (min(facts) for facts in zip(*gpus, strict=True))
-        return least_shared - STATIC_SHARED, warps
+        facts = gpu.shared_bytes, warps, gpu.capability == (9, 0)
+        gpus: list[tuple[int, int, bool]] = self.space.world.swap(facts, "grids")  # type: ignore[assignment]
+        least_shared, warps, has_wgmma = (min(each) for each in zip(*gpus, strict=True))
+        return least_shared - STATIC_SHARED, warps, bool(has_wgmma)
+
+    @property
+    def sends_pieces(self) -> bool:
+        """Whether a combine can run beside the product of its rows: raymoe's own product, of several pieces."""
+        spec, (*_, has_wgmma) = self.spec, self._of_all_gpus
+        has_product = has_wgmma and spec.dtype != "float32" and spec.hidden % 16 == 0
+        return has_product and spec.layout == "expert" and pieces_of(spec.hidden) > 1
 
     def grid_beside_product(self) -> CombineGrid:
         """Lay out a combine beside a product that stores rows in pieces of columns."""
-        spec, (room, warps) = self.spec, self._block_limits
+        spec, (room, warps, _) = self.spec, self._of_all_gpus
         sms, share = sms_beside(self.space.world.gpu.sms), combine.local_share(self.space.world.size, spec.topk)
         grid = combine.grid_of(spec.row_bytes, spec.tokens, sms, room, share, warps)
         return replace(grid, pieces=pieces_of(spec.hidden))
@@ -108,7 +118,7 @@ class Build:
 
         Grids are equal on all ranks, because the reader of a sender warp's words must know the number of these warps.
         """
-        spec, world, (room, warps) = self.spec, self.space.world, self._block_limits
+        spec, world, (room, warps, _) = self.spec, self.space.world, self._of_all_gpus
         placed = spec.layout == "expert"
         rows = Rows(
             self.slot_bytes,

@@ -29,7 +29,7 @@ MOST_SMS, SMS_PART = 16, 8
 
 @dataclass(slots=True)
 class ColumnPieces:
-    """What a product needs to know to tell the combine of a dispatch which pieces of the rows are there."""
+    """By this a product tells the combine of a dispatch which pieces of the rows are there."""
 
     words: torch.Tensor
     """int64[WORDS] of the exchange, on its GPU."""

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from raymoe.exchange.peer import combine
 from raymoe.exchange.peer.build import Build, Grids
-from raymoe.exchange.peer.column_pieces import pieces_of
 from raymoe.exchange.peer.dispatch import ALL_PARTS, PLACE, ROUTE, SEND
 from raymoe.exchange.peer.table import BackendKind, LaunchTable, Stages
 
@@ -17,7 +16,6 @@ from raymoe.exchange.peer.table import BackendKind, LaunchTable, Stages
 def fused_table(build: Build, grids: Grids, stages: Stages | None = None) -> LaunchTable:
     """Return the table; `stages` makes its launches."""
     stages = stages or Stages(build, grids)
-    sends_pieces = build.spec.layout == "expert" and pieces_of(build.spec.hidden) > 1
     return LaunchTable(
         dispatch=(stages.dispatch(ALL_PARTS),),
         dispatch_send=(stages.dispatch(ROUTE | SEND),),
@@ -28,7 +26,7 @@ def fused_table(build: Build, grids: Grids, stages: Stages | None = None) -> Lau
         combine_send=(stages.combine(combine.REDUCE),),
         combine_receive=(stages.combine(combine.SUM),),
         combine_gradients=(stages.combine(combine.ALL_PARTS, carries=True),),
-        combine_beside_product=(stages.combine_beside_product(),) if sends_pieces else (),
+        combine_beside_product=(stages.combine_beside_product(),) if build.sends_pieces else (),
     )
 
 

@@ -146,7 +146,7 @@ def test_experts_that_are_replicas_may_be_taken_over(pool: RankPool, tmp_path: P
     assert pool.run(2, replicated, str(tmp_path / "store")) == [True, True]
 
 
-# What runs beside a product.
+# An exchange beside a product.
 
 
 def test_overlap_has_its_names_and_changes_nothing_on_cpu_ranks() -> None:

@@ -96,8 +96,14 @@ def test_each_operation_has_the_launches_of_its_backend(kind: str) -> None:
 
 def test_rows_of_several_pieces_have_a_combine_beside_their_product() -> None:
     with Emulator(2) as emulator:
-        for hidden, found in ((1024, []), (1032, [("combine beside", REDUCE | SUM)])):
-            spec = spec_for("fused", hidden=hidden)
+        beside = [("combine beside", REDUCE | SUM)]
+        for hidden, dtype, found in (
+            (1024, "bfloat16", []),
+            (1040, "bfloat16", beside),
+            (1048, "bfloat16", []),
+            (1040, "float32", []),
+        ):
+            spec = spec_for("fused", hidden=hidden, dtype=dtype)
             (space, _) = workspaces(emulator, spec)
             stages = backend("fused", space, spec).table.combine_beside_product
             assert [named(stage) for stage in stages] == found

@@ -160,7 +160,7 @@ struct CombineParams : CombineCall {
     }
 };
 
-// What a warp knows of the pieces that a product beside it has stored. The warp takes pieces in ascending order.
+// The pieces that a product beside this kernel has stored, as far as a warp knows. It takes pieces in ascending order.
 class StoredPieces {
   public:
     // Waits until the experts' rows have this piece and those before it: the product may end a later one first, and
