@@ -122,9 +122,8 @@ class PeerTimeout(RaymoeError):
         if self.through >= 0:
             awaited, waits_too = self.through, f"; rank {self.through} was waiting because of rank {self.peer}"
         told = f"; rank {self.rank} was told" if self.told_by >= 0 else ""
-        beside = (
-            self.op == "combine" and awaited == waiting
-        )  # a combine waits for its own rank where a product is beside it
+        # Only a combine beside a product waits for its own rank.
+        beside = self.op == "combine" and awaited == waiting
         whom = "the product of its own experts" if beside else f"rank {awaited}"
         super().__init__(
             f"{waiter} waited {self.waited_s:.1f} s for {whom} in {self.op} (epoch {self.epoch}): "
