@@ -137,13 +137,14 @@ extern "C" __global__ void __launch_bounds__(raymoe::ALL_THREADS, 1)
     const auto [epoch, tokens, may] = begin_dispatch(p);
     const bool sends = MIXED ? threadIdx.x >= THREADS : p.parts & PART_SEND && blockIdx.x < p.senders;
     if (may && sends) {
-#if WIRE_FP8
-        send_quantised<ROW_TYPE>(p, epoch, tokens, blockIdx.x, shared);
-#else
         if (p.parts & PART_SEND) {
-            send_rows(p, epoch, tokens, blockIdx.x, shared + (MIXED ? mixed_sender_memory(p) : 0));
-        }
+            u8* const memory = shared + (MIXED ? mixed_sender_memory(p) : 0);
+#if WIRE_FP8
+            send_quantised<ROW_TYPE>(p, epoch, tokens, blockIdx.x, memory);
+#else
+            send_rows(p, epoch, tokens, blockIdx.x, memory);
 #endif
+        }
     } else if (may) {
         const u32 block = blockIdx.x - (!MIXED && p.parts & PART_SEND ? p.senders : 0);
         bool ok = true;

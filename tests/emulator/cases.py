@@ -203,6 +203,22 @@ RUNS: dict[str, Run] = {
     "few, 16 bytes": Run("few", 3, spec={"hidden": 8, "alignment": 1}),
     "few, 2000 bytes": Run("few", spec={"hidden": 1000, "tokens": 9}),
     "few, float32": Run("few", spec={"hidden": 20, "dtype": "float32"}),
+    **{
+        f"few, fp8 to {dtype}": Run("few", 3, spec={"wire": FP8, "dtype": dtype, "hidden": 264, "tokens": 9})
+        for dtype in ("bfloat16", "float16", "float32")
+    },
+    **{
+        f"few, fp8 raw, layout {layout}{', grid of a GPU' * (shape is None)}": Run(
+            "few", 2, shape, spec={"wire": FP8, "output": "raw", "layout": layout, "hidden": 272}, stamped=False
+        )
+        for layout in ("expert", "rank")
+        for shape in (small, None)
+    },
+    "narrow few, fp8": Run("few", 3, narrow, spec={"wire": FP8, "output": "raw", "hidden": 272, "tokens": 40}),
+    **{
+        f"{form} of few, fp8": Run("few", 3, form=form, spec={"wire": FP8, "hidden": 264})
+        for form in ("halves", "pairs")
+    },
     **{f"few, rings of {stages}": Run("few", 2, deep(stages), spec={"tokens": 48}) for stages in (1, 5)},
     **{f"few ll on {ranks}": Run("few ll", ranks) for ranks in (1, 2, 3)},
     "few ll on 8": Run("few ll", 8, spec={"tokens": 6, "experts": 16}, routings=("uniform", "skewed", "masked")),

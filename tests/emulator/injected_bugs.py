@@ -223,6 +223,12 @@ INJECTED_BUGS = {
         quantised=True,
         shape=small,
     ),
+    "quantising warps of a mixed block use the stages of placement warps": _few(
+        "dispatch.cu", "shared + (MIXED ? mixed_sender_memory(p) : 0)", "shared", quantised=True
+    ),
+    "a mixed block quantises before its barriers are initialised": _few(
+        "quantised_sending.cuh", "sender_barrier();  // the barriers are initialised", "", quantised=True
+    ),
     "slots are packed before the peers have read them": _injected(
         "copied", "pack.cu", "!may || !await_heads(p, epoch)", "!may", form="pairs", shape=small, seed=8
     ),

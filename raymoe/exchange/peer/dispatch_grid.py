@@ -220,7 +220,7 @@ class Division:
 def mixed(rows: Rows, grid: DispatchGrid, sms: int, shared_bytes: int) -> DispatchGrid:
     """Return the grid in which every block sends and places, or `grid` where that cannot be.
 
-    Rows that cross as fp8 are sent by warps of several kinds, which need a block. Of long rows too few fit on an SM.
+    Of long rows too few fit on an SM.
 
     >>> def warps(ranks: int, hidden: int, placed: bool = True) -> tuple[int, ...]:
     ...     rows = Rows(2 * hidden, 2 * hidden, tokens=4096, topk=8, experts=256, ranks=ranks, placed=placed)
@@ -233,8 +233,10 @@ def mixed(rows: Rows, grid: DispatchGrid, sms: int, shared_bytes: int) -> Dispat
     """
     before = _before_rings(rows)
     room = shared_bytes - before
-    if rows.fp8 or ring_memory(FEWEST_MIXED_ROWS, rows.slot_bytes) > room:
+    if ring_memory(FEWEST_MIXED_ROWS, rows.slot_bytes) > room:
         return grid
+    if rows.fp8:
+        return _mixed_fp8(rows, grid, sms, shared_bytes)
     division = PLACING if rows.placed else STAYING
     wanted = max(1, min(MOST_MIXED_SENDERS, round(division.senders * ROW_OF_A_SENDER / rows.slot_bytes)))
     share = int(room * division.sending)
@@ -260,6 +262,43 @@ def mixed(rows: Rows, grid: DispatchGrid, sms: int, shared_bytes: int) -> Dispat
     )
 
 
+def _mixed_fp8(rows: Rows, grid: DispatchGrid, sms: int, shared_bytes: int) -> DispatchGrid:
+    """Return the grid in which every block sends and places rows that cross as fp8.
+
+    Besides the warps that quantise, a block has one that pushes and one that announces.
+
+    >>> def warps(hidden: int, placed: bool, dequantised: bool = False) -> tuple[int, ...]:
+    ...     rows = Rows(hidden * 33 // 32, 2 * hidden, 4096, 8, 256, 2, placed, fp8=True, dequantised=dequantised)
+    ...     grid = mixed(rows, grid_of(rows, 24, 231_424), 24, 231_424)
+    ...     return grid.mixed, grid.sender_warps, grid.sender_stages, grid.placement_warps, grid.placement_stages
+    >>> warps(7168, placed=True), warps(7168, placed=True, dequantised=True), warps(7168, placed=False)
+    ((5, 3, 6, 4, 3), (5, 3, 6, 2, 5), (7, 5, 12, 1, 4))
+    """
+    division = PLACING_FP8 if rows.placed else STAYING_FP8
+    before, whole = _before_rings(rows), _whole_lines(rows.row_bytes) if rows.dequantised else 0
+    room = shared_bytes - before
+    quantising, stages = quantising_warps(
+        int(room * division.sending), rows.row_bytes, rows.slot_bytes, division.senders
+    )
+    sending = quantising_bytes(quantising, stages, rows.row_bytes, rows.slot_bytes)
+    placement_warps, placement_stages = warps_of(
+        room - sending, rows.slot_bytes, division.placement_warps, division.placement_stages, extra=whole
+    )
+    placing = before + placement_warps * (ring_memory(placement_stages, rows.slot_bytes) + whole)
+    return replace(
+        grid,
+        senders=sms,
+        placement_blocks=sms,
+        counting_blocks=min(sms, grid.counting_blocks),
+        sender_warps=quantising,
+        sender_stages=stages,
+        placement_warps=placement_warps,
+        placement_stages=placement_stages,
+        shared_bytes=_whole_lines(max(placing, (WARPS + 1) * rows.experts * 4)) + sending,
+        mixed=quantising + 2,
+    )
+
+
 def _before_rings(rows: Rows) -> int:
     """Return the bytes of a placement block before its rings; the same sum as in placement_blocks.cuh."""
     return _whole_lines((2 * rows.experts + MAX_RANKS) * 4 + WARPS * QUEUE * 4 + PLAN_BYTES)
@@ -272,6 +311,9 @@ SMs, 383 instead of 399 on 32, but 327 instead of 286 on 48. With layout rank 50
 
 PLACING, STAYING = Division(1, 4, 1 / 2, 8, 3), Division(3, 3, 3 / 4, 2, 2)
 """With layout rank the placement warps copy this rank's own rows into their slots only."""
+
+PLACING_FP8, STAYING_FP8 = Division(3, 2, 1 / 2, 8, 3), Division(6, 2, 7 / 8, 1, 2)
+"""With rows that cross as fp8; `senders` quantise, and stages for rows that leave follow from memory. Not yet timed."""
 
 MOST_MIXED_SENDERS, ROW_OF_A_SENDER, FEWEST_MIXED_ROWS = 4, 14336, 6
 """A warp that sends needs as long for a short row as for one of ROW_OF_A_SENDER bytes, so there are more where rows are

@@ -84,6 +84,9 @@ MIXED = (
     in_mixed_blocks(dispatch_source(known=True), 1),
     in_mixed_blocks(dispatch_source(known=True, chunked=True), 3),
     in_mixed_blocks(routed_again(in_groups(dispatch_source(chunked=True))), 2),
+    *(in_mixed_blocks(dispatch_source(dtype, fp8=True), senders) for dtype in DTYPES for senders in (5, 7)),
+    in_mixed_blocks(dispatch_source("bfloat16", fp8=True, stamped=True, traces=True), 5),
+    in_mixed_blocks(routed_again(in_groups(dispatch_source("bfloat16", fp8=True, chunked=True))), 5),
 )
 """Dispatches on few SMs, whose blocks send and place."""
 MIXED_LL = LlGrid(2, 2, 1, mixed=True)

@@ -109,7 +109,10 @@ class PlacementWarp {
         u32 number;    // of the warp's tokens of that source
     };
 
-    static __device__ __forceinline__ bool dequantises(const DispatchParams& p) { return FP8 && p.scales == nullptr; }
+    // With layout rank rows stay quantised, and no scales are stored.
+    static __device__ __forceinline__ bool dequantises(const DispatchParams& p) {
+        return FP8 && !p.rank_layout && p.scales == nullptr;
+    }
 
     static __device__ __forceinline__ u32 thread() { return threadIdx.x % 32; }
 

@@ -238,27 +238,28 @@ class Announcer {
     bool announces_;
 };
 
-// Sends, as the `sender`-th sender, the tokens that its warps take of the first `n`. All threads of the block call
-// this. All warps but the last two can quantise.
+// Sends, as the `sender`-th sender, the tokens that its warps take of the first `n`. All threads of the block that send
+// call this. All of their warps but the last two can quantise.
 template <class Type>
 __device__ inline void send_quantised(const DispatchParams& p, u64 epoch, u32 n, u32 sender, u8* shared) {
-    const u32 warp = threadIdx.x / 32, each = QuantisingWarp<Type>::memory(p);
+    constexpr u32 SENDING_WARPS = MIXED ? MIXED_SENDERS : WARPS;
+    const u32 warp = threadIdx.x / 32 - FIRST_SENDER, each = QuantisingWarp<Type>::memory(p);
     const LeavingStages leaving(p, shared + p.sender_warps * each);
     QuantisingWarp<Type> quantising_warp(p, leaving, epoch, ptx::shared_address(shared) + warp * each);
     if (warp < p.sender_warps) {
         quantising_warp.begin(n, sender * p.sender_warps + warp);
-    } else if (threadIdx.x == THREADS - 32) {
+    } else if (warp == SENDING_WARPS - 1 && threadIdx.x % 32 == 0) {
         leaving.begin();
     }
-    __syncthreads();  // the barriers are initialised
+    sender_barrier();  // the barriers are initialised
     if (warp < p.sender_warps) {
         quantising_warp.run();
-    } else if (warp == WARPS - 2) {
+    } else if (warp == SENDING_WARPS - 2) {
         Pusher(p, leaving, epoch).run();
-    } else if (warp == WARPS - 1) {
+    } else if (warp == SENDING_WARPS - 1) {
         Announcer(p, leaving, epoch).run();
     }
-    if (CHUNKED && !__syncthreads_and(quantising_warp.ok())) {
+    if (CHUNKED && !sender_barrier_and(quantising_warp.ok())) {
         return;  // a wait failed, so rows are missing
     }
     announce_done(p, epoch, sender);
