@@ -393,7 +393,7 @@ class MoELayer(nn.Module):
     def apply_shared(self, x: torch.Tensor) -> Any:
         """Apply the shared expert, in the dtype of the rows."""
         shared: Any = self._modules[self._shared_name]
-        if self._by_row:
+        if self._by_row and not isinstance(shared, Mlp):
             shared = functools.partial(in_tiles, shared)
         if self.rows_dtype is None:
             return shared(x)

@@ -15,8 +15,13 @@ from torch import nn
 from raymoe.errors import ConfigError
 from raymoe.exchange.spec import DTYPES, ExchangeSpec, dtype_name
 from raymoe.fp8 import FP8
+from raymoe.moe.by_row import in_tiles
+from raymoe.moe.expert_rows import Groups
 from raymoe.moe.experts import SWIGLU, Activation, Experts, ExpertsOfRank, ModelWeights, local
 from raymoe.moe.families import Parts
+from raymoe.moe.product_launch import takes
+from raymoe.moe.product_operators import Added, gate_experts, multiply_experts
+from raymoe.moe.products import Gate
 from raymoe.moe.quantised_experts import quantise_experts
 from raymoe.moe.quantised_shared import QuantisedMlp, quantise_shared
 from raymoe.moe.recomputed_layer import check_recompute
@@ -98,15 +103,31 @@ class Mlp(nn.Module):
     """A SwiGLU expert that all tokens pass through."""
 
     by_row = False
-    """Whether its activation gives a row the same bits among any others. A layer gives it tiles of rows then."""
+    """Whether the bits of a row's result depend on that row alone. A layer sets it."""
 
     def __init__(self, gate_up: torch.Tensor, down: torch.Tensor) -> None:
         super().__init__()
         self.gate_up_proj, self.down_proj = nn.Parameter(gate_up), nn.Parameter(down)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if not self.by_row:
+            return self._by_torch(x)
+        if torch.compiler.is_compiling() or not len(x) or not takes(x, self.gate_up_proj[None], Gate()):
+            return in_tiles(self._by_torch, x)
+        return self._as_one_expert(x)
+
+    def _by_torch(self, x: torch.Tensor) -> torch.Tensor:
         h = SWIGLU(nn.functional.linear(x, self.gate_up_proj), by_row=self.by_row)
         return nn.functional.linear(h, self.down_proj)
+
+    def _as_one_expert(self, x: torch.Tensor) -> torch.Tensor:
+        """Multiply by the kernel of experts, which gives a row the same bits among any others."""
+        groups = Groups.one(len(x), x.device)
+        h, _ = gate_experts(x, self.gate_up_proj[None], groups, ONE_EXPERT, SWIGLU.form)
+        return multiply_experts(h, self.down_proj[None], groups, ONE_EXPERT)
+
+
+ONE_EXPERT = Added(by_row=True, zero_gaps=False, gaps_are_zero=True)
 
 
 class Norm(nn.Module):
