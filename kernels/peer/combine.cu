@@ -1,6 +1,6 @@
 // Combine: sends the experts' rows of each token back to the token's rank, summed.
 //
-// One kernel with two kinds of blocks, all resident at once:
+// One kernel with two kinds of blocks, all resident at once, or beside a product as soon as it ends:
 //   local reduction   sums the rows of this rank's experts for each token of each peer, and pushes the sum to that
 //                     peer (local_reduction.cuh)
 //   final reduction   adds the ranks' sums of each token of this rank, in rank order, as they arrive
@@ -37,7 +37,8 @@
 //
 // With BESIDE_PRODUCT the kernel begins when the blocks of the product have begun that computes the experts' rows. The
 // product stores them piece of columns by piece (moe/product/product.cuh). Both reductions take the first pieces of all
-// tokens first, and a warp waits for a piece of the rows before it reads it. Nothing changes between ranks.
+// tokens first, and a warp waits for a piece of the rows before it reads it. The product leaves a few SMs; blocks that
+// get none begin as those of the product end, and take what is left (items.cuh). Nothing changes between ranks.
 //   ready     writer: each multiplying warp: ordinary stores of a tile; __syncwarp; one thread counts the tile by an
 //             atomic that acquires and releases; the one that counts the last tile: release of the dispatch's number
 //             reader: one thread of a warp: acquire; __syncwarp; ordinary loads of the piece
@@ -204,21 +205,22 @@ __device__ inline void combine_rows(const CombineParams& p, u8* shared) {
     const CombineBeginning beginning(p);
     const u32 local_blocks = p.parts & PART_REDUCE ? p.local_blocks : 0;
     CombineRun run;
-    if (blockIdx.x < local_blocks) {
-        LocalReduction<Type> reduction(p, blockIdx.x, shared);
+    const Role of_block = role(local_blocks, p.parts & PART_SUM ? p.final_blocks : 0);
+    if (of_block.reduces) {
+        LocalReduction<Type> reduction(p, of_block.block, shared);
         reduction.begin();
         run = beginning.run();
-        if (run.may && blockIdx.x == 0) {
+        if (run.may && of_block.block == 0) {
             send_status(p, run.epoch);
         }
         if (run.may) {
             reduction.run(run.epoch);
-            announce_done(p, run.epoch, blockIdx.x);
+            announce_done(p, run.epoch, of_block.block);
         }
     } else {
         run = beginning.run();
         if (run.may) {
-            sum_rows<Type>(p, run.epoch, blockIdx.x - local_blocks);
+            sum_rows<Type>(p, run.epoch, of_block.block);
         }
     }
     if (BESIDE_PRODUCT) {

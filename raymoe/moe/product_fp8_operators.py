@@ -189,9 +189,9 @@ class _Call:
             bias=None if bias is None else as_dense(bias.to(Y_DTYPE)),
             row_weights=None if row_weights is None else as_dense(row_weights),
             tiles=TILES,
-            pieces=None if gate is not None else pieces_to_tell(y),
         )
         scales = given.x_scales, given.weight_scales.contiguous(), y_scales if quantise else None
+        product.pieces = None if gate is not None else pieces_to_tell(y, (*product.reads, *scales))
         product_fp8_launch.launch(ScaledProduct(product, *scales))
         return y, y_scales
 

@@ -166,7 +166,7 @@ def multiply(*arguments: Any) -> Tensor:
     if not product_launch.takes(operands.x, operands.weight, None):
         return _multiply_by_torch(operands, zeroes_gaps and not gaps_are_zero, by_row=by_row)
     product = operands.product(None, False, zeroes_gaps)
-    product.pieces = None if zeroes_gaps else pieces_to_tell(product.y)
+    product.pieces = None if zeroes_gaps else pieces_to_tell(product.y, product.reads)
     product_launch.launch(product)
     return product.y
 

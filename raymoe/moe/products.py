@@ -128,6 +128,11 @@ class Product:
     pieces: ColumnPieces | None = None
 
     @property
+    def reads(self) -> tuple[torch.Tensor | None, ...]:
+        """All tensors that the kernel reads."""
+        return self.x, self.weight, self.offsets, self.counts, self.bias, self.row_weights
+
+    @property
     def outputs(self) -> int:
         return self.weight.shape[1] // (1 if self.gate is None else 2)
 

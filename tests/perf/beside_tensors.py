@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from typing import Any
-from unittest import mock
 
 import torch
 
@@ -142,22 +141,20 @@ class LayerTensors:
         self.out = self._rows_of_exchange()  # the product keeps the rows that came
 
     def _exchange(self, spec: ExchangeSpec, limit: int | str) -> Exchange:
-        with combine_of(limit):
-            return Exchange(self.world, spec, "fused", workspace=self.space, sms=limit)
+        return Exchange(self.world, spec, "fused", workspace=self.space, sms=limit)
 
     def told(self, limit: int) -> column_pieces.ColumnPieces:
-        """Return the pieces of the down product that a combine on so many SMs sends as they are stored."""
-        with combine_of(limit):
-            pieces = pieces_of_dispatch(self.got[limit])
+        """Return the pieces of the down product, which leaves so many SMs to the combine beside it."""
+        pieces = pieces_of_dispatch(self.got["auto"])
         assert pieces is not None
-        return pieces
+        return replace(pieces, sms=limit)
 
     def enqueue_told(self, limit: int, trace: torch.Tensor | None = None) -> None:
         """Enqueue the down product, which stores its columns in pieces, and the combine of its rows beside it."""
         down, pieces = self.products["down"], self.told(limit)
         pieces.rows = down.y
         down.launch(self.world.gpu.sms, trace, pieces)
-        self.exchanges[limit].combine_unkept(down.y, self.got[limit], True, self.summed, pieces)
+        self.exchanges["auto"].combine_unkept(down.y, self.got["auto"], True, self.summed, pieces)
 
     def forget_told(self, limit: int) -> None:
         """Let the next product of the same dispatch begin anew: a layer has one for each dispatch."""
@@ -264,16 +261,6 @@ class LayerTensors:
             drawn = quantise_weight(torch.empty(size[1:], device=device).normal_(std=columns**-0.5))
             values[expert], scales[expert] = drawn
         return values, scales
-
-
-@contextmanager
-def combine_of(limit: int | str) -> Iterator[None]:
-    """Let a combine beside its product have so many SMs."""
-    if limit == "auto":
-        yield
-        return
-    with mock.patch.multiple(column_pieces, MOST_SMS=limit, SMS_PART=1):
-        yield
 
 
 def columns_of(shape: Shape, hidden: int) -> ExchangeSpec:

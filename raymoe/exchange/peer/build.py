@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -12,7 +12,7 @@ from raymoe.cuda.jit import KernelSource
 from raymoe.cuda.structs import Peers
 from raymoe.errors import ConfigError
 from raymoe.exchange.peer import combine, dispatch, dispatch_grid
-from raymoe.exchange.peer.column_pieces import pieces_of, sms_beside
+from raymoe.exchange.peer.column_pieces import pieces_of
 from raymoe.exchange.peer.combine import CombineCall, CombineGrid, CombineParams
 from raymoe.exchange.peer.dealing import Dealing
 from raymoe.exchange.peer.dispatch import STAMP_BYTES, DispatchCall, DispatchParams
@@ -105,13 +105,6 @@ class Build:
         spec, (*_, has_wgmma) = self.spec, self._of_all_gpus
         has_product = has_wgmma and spec.dtype != "float32" and spec.hidden % 16 == 0
         return has_product and spec.layout == "expert" and pieces_of(spec.hidden) > 1
-
-    def grid_beside_product(self) -> CombineGrid:
-        """Lay out a combine beside a product that stores rows in pieces of columns."""
-        spec, (room, warps, _) = self.spec, self._of_all_gpus
-        sms, share = sms_beside(self.space.world.gpu.sms), combine.local_share(self.space.world.size, spec.topk)
-        grid = combine.grid_of(spec.row_bytes, spec.tokens, sms, room, share, warps)
-        return replace(grid, pieces=pieces_of(spec.hidden))
 
     def grids(self, sms: int, mixes: bool = False) -> Grids:
         """Lay out launches of at most one block on each of `sms` SMs.

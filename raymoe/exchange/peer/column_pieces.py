@@ -24,7 +24,7 @@ TILE_OUTPUTS = 256
 LEAST_TILES = 4
 """Tiles side by side in a piece. A warp of the combine adds 1024 columns at a time."""
 MOST_SMS, SMS_PART = 16, 8
-"""The SMs of the combine: a part of all, and no more than it needs to keep its links busy beside a product."""
+"""The SMs that a product leaves to the combine: a part of all, and no more than it needs beside the product."""
 
 
 @dataclass(slots=True)
@@ -42,6 +42,15 @@ class ColumnPieces:
     """The SMs that the product leaves to the combine."""
     rows: torch.Tensor | None = None
     """The rows that a product stores in pieces, once it is enqueued."""
+    reads: tuple[torch.Tensor | None, ...] = ()
+    """What that product reads. The combine writes its results while the product reads, so they must not get this
+    memory."""
+
+    @classmethod
+    def of(cls, words: torch.Tensor, columns: int, blocks: int) -> ColumnPieces:
+        """Return the pieces of rows of so many columns, for a combine of so many blocks."""
+        tiles = -(-tiles_of(columns) // pieces_of(columns))
+        return cls(words, 0, columns, tiles, sms_beside(blocks))
 
     def are_of(self, rows: torch.Tensor) -> bool:
         """Whether a product stores these rows in pieces."""
@@ -64,7 +73,7 @@ def tiles_of(columns: int) -> int:
 
 
 def sms_beside(sms: int) -> int:
-    """Return the SMs of a combine beside a product, of so many.
+    """Return the SMs that a product leaves to a combine of so many.
 
     >>> sms_beside(132), sms_beside(6)
     (16, 2)
@@ -85,13 +94,14 @@ def telling(pieces: ColumnPieces | None) -> Iterator[None]:
         _TELLING.reset(before)
 
 
-def pieces_to_tell(y: torch.Tensor) -> ColumnPieces | None:
+def pieces_to_tell(y: torch.Tensor, reads: tuple[torch.Tensor | None, ...]) -> ColumnPieces | None:
     """Return the pieces in which a product without a gate stores y; None: it stores y as ever.
 
+    `reads` is all that the product reads.
     A combine reads rows of 16-bit elements in the dispatch's places, so others are not told.
     """
     pieces = _TELLING.get()
     if pieces is None or pieces.rows is not None or y.shape[1] != pieces.columns or y.element_size() != 2:
         return None
-    pieces.rows = y
+    pieces.rows, pieces.reads = y, reads
     return pieces

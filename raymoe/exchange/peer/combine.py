@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
 
 from raymoe.cuda.jit import KernelSource
 from raymoe.cuda.launch import Shape
@@ -11,13 +10,9 @@ from raymoe.cuda.params import ROW_TYPES, U32, U64, Address, Params
 from raymoe.cuda.structs import STRUCTS, Peers, Watch
 from raymoe.errors import ConfigError
 from raymoe.exchange.peer.column_pieces import MOST_PIECES as MOST_COLUMN_PIECES
-from raymoe.exchange.peer.column_pieces import ColumnPieces, tiles_of
 from raymoe.exchange.peer.dispatch import STAMP_BYTES, WARPS, WIDE, BufferOffsets, RefusalRecord, stamps
 from raymoe.exchange.peer.dispatch_grid import crossing
 from raymoe.exchange.peer.trace import traced
-
-if TYPE_CHECKING:
-    import torch
 
 REDUCE, SUM = 1, 2
 ALL_PARTS = REDUCE | SUM
@@ -153,10 +148,12 @@ class CombineGrid:
         blocks = (self.local_blocks if parts & REDUCE else 0) + (self.final_blocks if parts & SUM else 0)
         return Shape(blocks, self.warps * 32, self.shared_bytes if parts & REDUCE else 0)
 
-    def column_pieces(self, words: torch.Tensor, columns: int) -> ColumnPieces:
-        """Return the pieces of this launch's rows, which have so many columns, for a product."""
-        tiles = -(-tiles_of(columns) // self.pieces)
-        return ColumnPieces(words, 0, columns, tiles, self.local_blocks + self.final_blocks)
+    def beside_product(self, pieces: int) -> CombineGrid:
+        """Return the same blocks for a combine beside a product that stores so many pieces of columns.
+
+        Few of them have SMs before the product ends.
+        """
+        return replace(self, pieces=pieces, together=FEW_TOGETHER)
 
 
 def local_share(ranks: int, topk: int) -> float:

@@ -180,7 +180,8 @@ class PeerBackend:
             if capturing(self.world.device):
                 raise CaptureError("the first combine beside a product inside a capture; run one before, eagerly")
             words = torch.zeros(WORDS, dtype=torch.int64, device=self.world.device)
-            self._pieces = self.build.grid_beside_product().column_pieces(words, self.spec.hidden)
+            (stage,) = self.table.combine_beside_product
+            self._pieces = ColumnPieces.of(words, self.spec.hidden, stage.shape.blocks)
         number = got.saved(SavedMetadata).address + self._metadata.at["summary"] + _NUMBER_AT
         return replace(self._pieces, dispatch=number)
 

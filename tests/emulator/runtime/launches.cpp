@@ -59,6 +59,8 @@ void Machine::begin_launch(Rank& rank) {
 
 void Machine::begin_blocks(Launch& launch) {
     launch.alive = launch.holding = launch.blocks;
+    const bool beside = launch.rank->after.get() == &launch;
+    const u32 with_sms = beside && chance(2) ? random() % (launch.blocks + 1) : launch.blocks;
     for (u32 index = 0; index < launch.blocks; ++index) {
         launch.grid.push_back(std::make_unique<Block>());
         Block& block = *launch.grid.back();
@@ -86,7 +88,12 @@ void Machine::begin_blocks(Launch& launch) {
             thread.seen_time = thread.proxy_time = ticks;
             thread.warp->threads.push_back(&thread);
             thread.fiber.prepare(thread_main);
-            make_ready(&thread);
+            if (index < with_sms) {
+                make_ready(&thread);
+            } else {
+                thread.doing = "has no SM before the kernel before it ends";
+                launch.rank->waiting_for_end.push_back(&thread);
+            }
         }
     }
 }

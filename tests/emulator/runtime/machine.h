@@ -172,7 +172,7 @@ struct Rank {
     std::deque<std::unique_ptr<Launch>> stream;
     std::unique_ptr<Launch> current;
     std::unique_ptr<Launch> after;  // an early launch that has begun beside `current`
-    std::vector<Thread*> waiting_for_end;  // threads of `after`, until `current` ends
+    std::vector<Thread*> waiting_for_end;  // threads of `after`, until `current` ends, and of its blocks without SMs
     u64 starts_at = 0;  // the tick before which the next launch does not begin
     std::vector<Thread*> ready;
     std::vector<Store*> gpu_stores;  // stores that this GPU sees and other GPUs may not see yet

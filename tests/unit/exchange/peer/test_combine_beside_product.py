@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import pytest
 import torch
 
 from raymoe.errors import DataRefused, PeerTimeout, RaymoeError
 from raymoe.exchange.peer import column_pieces
-from raymoe.exchange.peer.combine import grid_of
+from raymoe.moe.products import Product
 from tests.emulator.beside import run_beside, steps_beside
 from tests.emulator.build import Change, compiler
 from tests.emulator.machine import EmulatorError
@@ -138,9 +136,11 @@ def test_an_injected_bug_is_found(bug, monkeypatch):
     changes = INJECTED_BUGS[bug] if isinstance(INJECTED_BUGS[bug], tuple) else (INJECTED_BUGS[bug],)
     if "last piece" in bug:
         monkeypatch.setattr(column_pieces, "LEAST_TILES", 2)
+    # The combine's pieces of 528 columns begin inside those of the product.
+    fields = {"hidden": 528} if "pieces before" in bug else {}
     for seed in range(24):
         try:
-            run_beside(seed, changes=changes, told=lambda _step, _rank: (True, "nowhere" not in bug))
+            run_beside(seed, changes=changes, told=lambda _step, _rank: (True, "nowhere" not in bug), **fields)
         except (EmulatorError, AssertionError, RaymoeError):
             return
     pytest.fail("24 interleavings are all right with it")
@@ -152,7 +152,17 @@ def test_the_product_has_as_many_pieces_as_the_combine(least, monkeypatch):
     for tiles in range(1, 200):
         columns = tiles * column_pieces.TILE_OUTPUTS
         count = column_pieces.pieces_of(columns)
-        grid = grid_of(2 * columns, 4096, 16, 231424)
-        pieces = replace(grid, pieces=count).column_pieces(torch.zeros(column_pieces.WORDS), columns)
+        pieces = column_pieces.ColumnPieces.of(torch.zeros(column_pieces.WORDS), columns, blocks=132)
         assert -(-tiles // pieces.piece_tiles) == count <= column_pieces.MOST_PIECES
         assert pieces.sms == 16
+
+
+def test_all_that_a_product_reads_is_kept_until_its_combine_is_enqueued():
+    """Its memory must not become the combine's results, which are written while the product reads."""
+    made = {name: torch.empty(1) for name in ("x", "weight", "offsets", "counts", "y", "bias", "row_weights")}
+    product = Product(**made)
+    pieces = column_pieces.ColumnPieces.of(torch.zeros(column_pieces.WORDS), 1, blocks=132)
+    with column_pieces.telling(pieces):
+        y = torch.empty(1, 1, dtype=torch.bfloat16)
+        assert column_pieces.pieces_to_tell(y, product.reads) is pieces
+    assert {id(each) for each in pieces.reads} == {id(each) for name, each in made.items() if name != "y"}

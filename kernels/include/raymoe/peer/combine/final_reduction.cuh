@@ -2,13 +2,13 @@
 // arrive. The sum of this rank's own experts never leaves the rank, but is rounded as if it had.
 //
 // A warp takes pieces, as the local reduction cuts them (local_reduction.cuh), in the order in which they leave
-// (`number_at`). It takes the next one when it has finished one. While a piece is summed, the warp asks for the places
-// of the next one, and for the piece after that. It sums the own experts' rows before it waits for the peers' sums:
-// mostly the warp is early, and then only the additions remain.
+// (`number_at`). It sums the own experts' rows before it waits for the peers' sums: mostly the warp is early, and then
+// only the additions remain.
 #pragma once
 
 #include "raymoe/peer/combine/adding.cuh"
 #include "raymoe/peer/combine/combine.cuh"
+#include "raymoe/peer/combine/items.cuh"
 
 namespace raymoe {
 
@@ -16,32 +16,41 @@ template <class Type>
 class FinalReduction {
   public:
     __device__ FinalReduction(const CombineParams& p, u64 epoch, u32 warp, u32 warps)
-        : p_(p), epoch_(epoch), warps_(warps), at_(warp) {}
+        : p_(p), epoch_(epoch), items_(p.taken + 1, warp, warps) {}
 
     // Computes the warp's pieces; ends early if a wait fails. All threads of the warp call this.
     __device__ __forceinline__ void run() {
-        u32 next = at_ + warps_;
-        load();
-        while (at_ < p_.tokens * p_.pieces) {
-            const u32 number = p_.number_at(at_, p_.tokens), mask = mask_;
-            const u64 entry = mask >> p_.peers.rank & 1 ? entry_ : NOWHERE;
-            at_ = next;
-            load();
-            const u64 taken = threadIdx.x % 32 == 0 ? ptx::atomic_add(p_.taken + 1, 1) : 0;
-            if (!sum_piece(number, mask, entry)) {
+        u32 item = items_.first(0), next = items_.first(1);
+        Places places = places_of(item);
+        while (item < p_.tokens * p_.pieces) {
+            const Places of_next = places_of(next);
+            const u32 asked = items_.ask();
+            if (!sum_piece(p_.number_at(item, p_.tokens), places.mask, own(places))) {
                 return;
             }
-            next = 2 * warps_ + static_cast<u32>(__shfl_sync(0xFFFFFFFF, taken, 0));
+            item = next;
+            next = items_.number(asked);
+            places = of_next;
         }
     }
 
   private:
-    // Loads the places of the rows of piece `at_`.
-    __device__ __forceinline__ void load() {
-        const bool wanted = at_ < p_.tokens * p_.pieces;
-        const u32 token = wanted ? p_.number_at(at_, p_.tokens) / p_.pieces : 0;
-        mask_ = ptx::load_4_if(wanted, p_.masks + token, 0);
-        entry_ = p_.entry(p_.peers.rank, token, wanted);
+    // Of a token.
+    struct Places {
+        u32 mask;   // the ranks that it went to
+        u64 entry;  // entry k of it on this rank, in thread k, if it came here
+    };
+
+    // Loads the places of an item's token; valid for any item.
+    __device__ __forceinline__ Places places_of(u32 item) const {
+        const bool wanted = item < p_.tokens * p_.pieces;
+        const u32 token = wanted ? p_.number_at(item, p_.tokens) / p_.pieces : 0;
+        return {ptx::load_4_if(wanted, p_.masks + token, 0), p_.entry(p_.peers.rank, token, wanted)};
+    }
+
+    // The entry, or NOWHERE if the token did not come to this rank.
+    __device__ __forceinline__ u64 own(const Places& places) const {
+        return places.mask >> p_.peers.rank & 1 ? places.entry : NOWHERE;
     }
 
     // Computes one piece of a row of y from the sums of the ranks in `mask` and the own experts' rows. Returns false if
@@ -154,11 +163,8 @@ class FinalReduction {
 
     const CombineParams& p_;
     u64 epoch_;
-    u32 warps_;
-    u32 at_;
+    Items items_;
     StoredPieces stored_;
-    u32 mask_ = 0;   // of piece `at_`: the ranks that its token went to
-    u64 entry_ = 0;  // of piece `at_`: entry k of its token, in thread k
 };
 
 }  // namespace raymoe

@@ -3,13 +3,14 @@
 //
 // Rows are cut into pieces; number n is piece n % pieces of token n / pieces. An item is a number for one peer, and the
 // items of a number are consecutive. So all ranks get their first pieces first. Numbers leave in the order of
-// `number_at`. A warp takes the next item when it has finished one, because some items are no work and some are much.
+// `number_at`. A warp takes a further item with each that it finishes, because some are no work and some are much.
 // It sums a piece step by step and pushes each step at once, so that the links are busy from early on. With CARRIES the
 // numbers of a token's entries go with its first piece.
 #pragma once
 
 #include "raymoe/peer/combine/adding.cuh"
 #include "raymoe/peer/combine/combine.cuh"
+#include "raymoe/peer/combine/items.cuh"
 
 namespace raymoe {
 
@@ -47,28 +48,28 @@ class LocalReduction {
     }
 
     // Reduces the warp's items, and returns when every piece has arrived and its word is stored. Ends early if a wait
-    // for the product beside it fails, which poisons the run. All threads of the warp call this. While an item is
-    // summed, the warp asks for the places of the next one, and for the item after that.
+    // for the product beside it fails, which poisons the run. All threads of the warp call this.
     __device__ __forceinline__ void run(u64 epoch) {
         epoch_ = epoch;
         if (threadIdx.x / 32 >= p_.local_warps || cause_ != CAUSE_NONE) {
             return;
         }
-        const u32 peers = p_.peers.ranks - 1, warps = p_.reduction_warps();
+        const u32 peers = p_.peers.ranks - 1;
         sent_ = min(sent_ - min(sent_, p_.first_token), p_.most_tokens);
 #pragma unroll 1
         for (u32 step = 0; step < peers; ++step) {
             most_ = max(most_, __shfl_sync(0xFFFFFFFF, sent_, p_.peers.in_turn(step)));
         }
-        const u32 items = most_ * p_.pieces * peers;
-        u32 item = warp_, next = warp_ + warps;
-        if (BESIDE_PRODUCT && item < items) {
+        const u32 count = most_ * p_.pieces * peers;
+        const Items items(p_.taken, warp_, p_.reduction_warps());
+        u32 item = items.first(0), next = items.first(1);
+        if (BESIDE_PRODUCT && item < count) {
             entry_ = entry_of(item);
         }
-        while (item < items) {
+        while (item < count) {
             const u64 entry = entry_;
             entry_ = entry_of(next);
-            const u64 taken = leads_ ? ptx::atomic_add(p_.taken, 1) : 0;
+            const u32 asked = items.ask();
             const u32 source = p_.peers.in_turn(item % peers), number = p_.number_at(item / peers, most_);
             const bool sent = number / p_.pieces < __shfl_sync(0xFFFFFFFF, sent_, source);
             const u32 hits = __ballot_sync(0xFFFFFFFF, sent && static_cast<u32>(entry) != NOWHERE);
@@ -79,7 +80,7 @@ class LocalReduction {
                 push(source, number, entry, hits);
             }
             item = next;
-            next = 2 * warps + static_cast<u32>(__shfl_sync(0xFFFFFFFF, taken, 0));
+            next = items.number(asked);
         }
         if (leads_) {
             ptx::bulk_wait<0>();
