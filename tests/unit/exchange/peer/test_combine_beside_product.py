@@ -154,7 +154,7 @@ def test_the_product_has_as_many_pieces_as_the_combine(least, monkeypatch):
         count = column_pieces.pieces_of(columns)
         pieces = column_pieces.ColumnPieces.of(torch.zeros(column_pieces.WORDS), columns, blocks=132)
         assert -(-tiles // pieces.piece_tiles) == count <= column_pieces.MOST_PIECES
-        assert pieces.sms == 16
+        assert pieces.sms == 8
 
 
 def test_all_that_a_product_reads_is_kept_until_its_combine_is_enqueued():
