@@ -215,10 +215,13 @@ def expert_load(world: World, draws: Sequence[Draw], spec: ExchangeSpec) -> Load
     """Count the rows of each expert and of the busiest rank, over the tokens of all ranks.
 
     All ranks call this together. `draws` are this rank's, as many as the others have. A token counts once for each
-    of its experts.
+    of its experts, and for the rows of a rank with layout `token` once in all.
     """
     everyone = entries_of_experts(world, draws, spec.experts)
-    by_rank = _aligned(everyone, spec.alignment).view(len(draws), world.size, -1).sum(dim=2)
+    if spec.by_token:
+        by_rank = _tokens_of_ranks(world, draws, spec.local_experts(world.size))
+    else:
+        by_rank = _aligned(everyone, spec.alignment).view(len(draws), world.size, -1).sum(dim=2)
     mean = (everyone.sum(dim=0) / len(draws)).tolist()
     return Load(mean, int(by_rank.max()), spec.rows(world.size))
 
@@ -227,6 +230,15 @@ def entries_of_experts(world: World, draws: Sequence[Draw], experts: int) -> tor
     """Return the entries of each expert in each draw, int64[draws, E], over the tokens of all ranks."""
     counts = torch.stack([torch.bincount(draw.ids[draw.ids >= 0], minlength=experts) for draw in draws])
     return _sum_of_ranks(world, counts.flatten()).view(len(draws), experts)
+
+
+def _tokens_of_ranks(world: World, draws: Sequence[Draw], local: int) -> torch.Tensor:
+    """Return the tokens of all ranks that each rank gets in each draw, int64[draws, ranks]."""
+    ranks = torch.arange(world.size)
+    counts = torch.stack(
+        [(draw.ids.div(local, rounding_mode="floor")[:, :, None] == ranks).any(1).sum(0) for draw in draws]
+    )
+    return _sum_of_ranks(world, counts.flatten()).view(len(draws), world.size)
 
 
 def _aligned(rows: torch.Tensor, alignment: int) -> torch.Tensor:

@@ -6,6 +6,7 @@ import errno
 import io
 import json
 from collections.abc import Mapping
+from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
 from types import SimpleNamespace
@@ -259,7 +260,9 @@ def loads(world: World, ids: list[list[list[int]]]) -> tuple[Any, float | None]:
     from raymoe.workload.traffic import ExchangeTraffic, expert_load, work_of
 
     draws = [Draw(torch.tensor(draw), torch.ones(len(draw), len(draw[0]))) for draw in ids]
-    load = expert_load(world, draws, ExchangeSpec(tokens=2, hidden=64, experts=20_000, topk=2, alignment=4))
+    spec = ExchangeSpec(tokens=2, hidden=64, experts=20_000, topk=2, alignment=4)
+    load, by_token = (expert_load(world, draws, replace(spec, layout=layout)) for layout in ("expert", "token"))
+    assert by_token.by_expert == load.by_expert and by_token.busiest_rows == 4 == by_token.capacity
     return load, work_of(world, draws, load, ExchangeTraffic.of([[0, 0], [0, 0]], 1), ()).imbalance
 
 
