@@ -64,7 +64,7 @@ FIGURES = {
 """By the name of the file: the figure of a report, and the lines that it shows."""
 
 NARROW: Mapping[str, Callable[[], str]] = {
-    "systems-sms-h100x2": systems_figure,
+    "systems-sms-h200x2": systems_figure,
     "combine-down-blocks-h200x2": blocks_figure,
 }
 """Figures that no report has, in one column for telephones, and what draws each."""

@@ -197,9 +197,11 @@ def by_sms(page: str, first: str, file: str, run: str) -> Table:
 
 
 def at_equal_sms(first: str, layout: str, count: int) -> Table:
-    def column(backend: str, op: str) -> Column:
-        keys = {"backend": backend, "op": op, "layout": layout, "tokens": count, "l2": "cold"}
-        return Column("bench_systems_h100x2", ("urwd", "yhkm"), keys)
+    file, runs = ("bench_systems_h200x2", SYSTEMS) if count == 4096 else ("bench_systems_h100x2", ("urwd", "yhkm"))
+
+    def column(backend: str, op: str, layout: str = layout) -> Column:
+        keys = {"backend": backend, "op": op, "layout": layout, "tokens": count, "l2": "cold", "wire": "bfloat16"}
+        return Column(file, runs, keys)
 
     columns = {
         "dispatch `fused`": column("fused", "dispatch"),
@@ -207,6 +209,9 @@ def at_equal_sms(first: str, layout: str, count: int) -> Table:
         "combine `fused`": column("fused", "combine"),
         "combine `deepep_v2`": column("deepep_v2", "combine"),
     }
+    if layout == "rank":
+        by_token = {f"{op} `fused` by token": column("fused", op, "token") for op in ("dispatch", "combine")}
+        columns |= by_token
     return Table(COMPARISON, first, columns, sms)
 
 
@@ -222,15 +227,18 @@ def few_tokens_by_system(first: str) -> Table:
     return Table(COMPARISON, first, columns, tokens_system_and_sms)
 
 
-def more_systems(first: str, wire: str, layouts: tuple[str, ...]) -> Table:
-    """NCCL EP and FlashInfer beside raymoe, with many and few tokens; and rows as 8-bit floats."""
+SYSTEMS = ("ofyn", "deky", "adqj", "pcrd", "fjmv", "cisa")
+"""The runs of bench_systems at one commit."""
+
+
+def all_systems(first: str, wire: str, layouts: tuple[str, ...]) -> Table:
+    """All systems at one commit, with many and few tokens; and rows as 8-bit floats."""
     ops = {"dispatch": "dispatch", "combine": "combine", "both": "exchange"}
-    runs = ("bify", "facr", "wmvg", "goxl", "wyzh")
     columns = {}
     for layout in layouts:
         for name, op in ops.items():
             keys = {"layout": layout, "op": op, "l2": "cold", "wire": wire}
-            columns[f"{name} by {layout}"] = Column("bench_systems_more_h200x2", runs, keys)
+            columns[f"{name} by {layout}"] = Column("bench_systems_h200x2", SYSTEMS, keys)
     return Table(COMPARISON, first, columns, tokens_system_and_sms)
 
 
@@ -354,8 +362,8 @@ TABLES = [
     at_equal_sms("SMs, 4096 tokens by rank", "rank", 4096),
     at_equal_sms("SMs, 1024 tokens by expert", "expert", 1024),
     few_tokens_by_system("tokens, system, SMs"),
-    more_systems("tokens, system, SMs of two H200", "bfloat16", ("expert", "rank")),
-    more_systems("8-bit rows, system, SMs", "float8_e4m3/bfloat16", ("expert",)),
+    all_systems("tokens, system, SMs of two H200", "bfloat16", ("expert", "rank", "token")),
+    all_systems("8-bit rows, system, SMs", "float8_e4m3/bfloat16", ("expert",)),
     nccl("dispatch", {"NCCL all-gather": "all_gather", "NCCL all-to-all": "all_to_all"}),
     nccl("combine", {"NCCL, all sums": "all_to_all_sums", "NCCL, wanted sums": "all_to_all"}),
     by_sms(SCALING, "SMs, 2× H200", "bench_sms_h200x2", "juoe"),

@@ -25,7 +25,7 @@ def test_every_figure_is_drawn_from_lines() -> None:
 def test_the_bars_of_systems_have_the_medians_of_the_table() -> None:
     rows = {row["SMs, 4096 tokens by expert"]: row for row in equal_sms_table().rows()}
     cells = [rows[sms][f"{op} `{system}`"] for op in OPERATIONS for sms in shared_sms() for system in SYSTEMS]
-    shown = re.findall(r">(\d+) µs</text>", (FOLDER / "systems-sms-h100x2.svg").read_text())
+    shown = re.findall(r">(\d+) µs</text>", (FOLDER / "systems-sms-h200x2.svg").read_text())
     assert shown == [cell.partition(" / ")[0] for cell in cells]
     assert {"24", "48", "64", "auto"} <= set(shared_sms())
 
