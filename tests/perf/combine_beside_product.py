@@ -217,7 +217,8 @@ def measured(world: World, named: dict[str, System], rounds: int) -> dict[str, d
 
 def is_right(world: World, timer: Timer, op: str, sms: Sequence[int]) -> bool:
     """Whether both operations beside each other give the bytes that they give in turn, on all ranks."""
-    tensors, names, right = timer.tensors, (op, PAIRS[op]), True
+    tensors, names = timer.tensors, (op, PAIRS[op])
+    wrong: list[str] = []
 
     def results(enqueue: Callable[[], None]) -> list[torch.Tensor]:
         for name in names:
@@ -229,25 +230,33 @@ def is_right(world: World, timer: Timer, op: str, sms: Sequence[int]) -> bool:
     want = [part.clone() for part in results(lambda: timer.enqueue_in_turn(op))]
     for limit in sms:
         found = results(lambda limit=limit: timer.enqueue_both(op, limit, timer.gpu_sms))
-        right = right and all(map(torch.equal, found, want)) and all(bool(part.any()) for part in found)
-        if op == "combine":
-            right = right and _told_is_right(tensors, limit)
+        if not all(map(torch.equal, found, want)) or not all(bool(part.any()) for part in found):
+            wrong.append(f"beside {limit}")
         for last, parts in tensors.parts.items() if op == "combine" else ():
             timer.enqueue_both(op, limit, timer.gpu_sms, last=last)
             tensors.exchanges["auto"].check()
             y = torch.cat([part.y for part in parts], dim=1)
-            right = right and torch.allclose(y.float(), tensors.summed.float(), rtol=2e-2, atol=6e-2)
+            if not torch.allclose(y.float(), tensors.summed.float(), rtol=2e-2, atol=6e-2):
+                wrong.append(f"parts {limit} {last}")
         for count, pieces in tensors.pieces.items() if op == "combine" else ():
             tensors.exchanges["auto"].combine(tensors.products["down"].y, tensors.got["auto"], out=tensors.summed)
             timer.enqueue_pieces(limit, count)
             tensors.exchanges["auto"].check()
             y = torch.cat(pieces.sums, dim=1)
-            right = right and torch.allclose(y.float(), tensors.summed.float(), rtol=2e-2, atol=6e-2)
-    return all(world.swap(right, f"combine beside product: {op} verified"))
+            if not torch.allclose(y.float(), tensors.summed.float(), rtol=2e-2, atol=6e-2):
+                wrong.append(f"pieces {limit} {count}")
+        if op == "combine" and not _told_is_right(tensors, limit):
+            wrong.append(f"told {limit}")
+    if wrong:
+        print(f"rank {world.rank}: wrong results of {', '.join(wrong)}", file=sys.stderr, flush=True)
+    return not any(world.swap(bool(wrong), f"combine beside product: {op} verified"))
 
 
 def _told_is_right(tensors: LayerTensors, limit: int) -> bool:
-    """Whether pieces that are sent as they are stored give the bits of a combine after the product. Run twice."""
+    """Whether pieces that are sent as they are stored give the bits of a combine after the product. Run twice.
+
+    Other sums are in `summed` afterwards.
+    """
     down, right = tensors.products["down"], True
     tensors.exchanges["auto"].combine(down.y, tensors.got["auto"], out=tensors.summed)
     want = tensors.summed.clone()

@@ -49,10 +49,9 @@ class ColumnPieces:
     memory."""
 
     @classmethod
-    def of(cls, words: torch.Tensor, columns: int, blocks: int) -> ColumnPieces:
-        """Return the pieces of rows of so many columns, for a combine of so many blocks."""
-        tiles = -(-tiles_of(columns) // pieces_of(columns))
-        return cls(words, 0, columns, tiles, sms_beside(blocks))
+    def of(cls, words: torch.Tensor, columns: int, pieces: int, blocks: int) -> ColumnPieces:
+        """Return so many pieces of rows of so many columns, for a combine of so many blocks."""
+        return cls(words, 0, columns, -(-tiles_of(columns) // pieces), sms_beside(blocks))
 
     def are_of(self, rows: torch.Tensor) -> bool:
         """Whether a product stores these rows in pieces."""

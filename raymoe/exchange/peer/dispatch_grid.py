@@ -313,8 +313,8 @@ PLACING, STAYING = Division(1, 4, 1 / 2, 8, 3), Division(3, 3, 3 / 4, 2, 2)
 """With layout rank the placement warps copy this rank's own rows into their slots only."""
 
 PLACING_FP8, STAYING_FP8 = Division(3, 2, 1 / 2, 8, 3), Division(6, 2, 7 / 8, 1, 2)
-"""With rows that cross as fp8; `senders` quantise, and stages for rows that leave follow from memory. 4096 tokens of 7168
-took 403 us on 24 SMs, 501 with blocks that do one of the two (2x H200, 2026-11-27)."""
+"""With rows that cross as fp8; `senders` quantise, and stages for rows that leave follow from memory. 4096 tokens of
+7168 took 403 us on 24 SMs, and 501 with blocks that do one of the two (2x H200, 2026-11-27)."""
 
 MOST_MIXED_SENDERS, ROW_OF_A_SENDER, FEWEST_MIXED_ROWS = 4, 14336, 6
 """A warp that sends needs as long for a short row as for one of ROW_OF_A_SENDER bytes, so there are more where rows are

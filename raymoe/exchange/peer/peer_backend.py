@@ -181,7 +181,7 @@ class PeerBackend:
                 raise CaptureError("the first combine beside a product inside a capture; run one before, eagerly")
             words = torch.zeros(WORDS, dtype=torch.int64, device=self.world.device)
             (stage,) = self.table.combine_beside_product
-            self._pieces = ColumnPieces.of(words, self.spec.hidden, stage.shape.blocks)
+            self._pieces = ColumnPieces.of(words, self.spec.hidden, stage.params.pieces, stage.shape.blocks)
         number = got.saved(SavedMetadata).address + self._metadata.at["summary"] + _NUMBER_AT
         return replace(self._pieces, dispatch=number)
 
