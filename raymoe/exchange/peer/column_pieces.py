@@ -24,9 +24,10 @@ TILE_OUTPUTS = 256
 LEAST_TILES = 8
 """Tiles side by side in a piece. The down product of DeepSeek-V3's shape, whose rows are read once for each piece, took
 1620 us in pieces of 8 tiles and 1650 in pieces of 4, 1512 on all SMs and whole (two H200, 2026-11-27)."""
-MOST_SMS, SMS_PART = 8, 16
-"""The SMs that a product leaves to the combine: a part of all, and no more than pays. The product and its combine took
-1754 us with 4 SMs, 1750 with 8, 1772 with 12 and 1801 with 16, after each other 1712 (two H200, 2026-11-27)."""
+SMS_OF_TWO, MOST_SMS, SMS_PART = 8, 16, 8
+"""The SMs that a product leaves to the combine: a part of all, no more than pays, on two ranks fewer. The product and
+its combine took 1813 us with 4 SMs, 1808 with 8 and 1863 with 16, after each other 1779, on two H200. On four they took
+1883 us with 8 SMs, 1824 with 16 and 1854 with 24, after each other 1906 (2026-11-27)."""
 
 
 @dataclass(slots=True)
@@ -49,9 +50,9 @@ class ColumnPieces:
     memory."""
 
     @classmethod
-    def of(cls, words: torch.Tensor, columns: int, pieces: int, blocks: int) -> ColumnPieces:
-        """Return so many pieces of rows of so many columns, for a combine of so many blocks."""
-        return cls(words, 0, columns, -(-tiles_of(columns) // pieces), sms_beside(blocks))
+    def of(cls, words: torch.Tensor, columns: int, pieces: int, sms: int) -> ColumnPieces:
+        """Return so many pieces of rows of so many columns, for a combine that has so many SMs beside the product."""
+        return cls(words, 0, columns, -(-tiles_of(columns) // pieces), sms)
 
     def are_of(self, rows: torch.Tensor) -> bool:
         """Whether a product stores these rows in pieces."""
@@ -73,13 +74,13 @@ def tiles_of(columns: int) -> int:
     return -(-columns // TILE_OUTPUTS)
 
 
-def sms_beside(sms: int) -> int:
+def sms_beside(sms: int, ranks: int) -> int:
     """Return the SMs that a product leaves to a combine of so many.
 
-    >>> sms_beside(132), sms_beside(6)
-    (8, 2)
+    >>> sms_beside(132, ranks=4), sms_beside(132, ranks=2), sms_beside(6, ranks=2)
+    (16, 8, 2)
     """
-    return max(2, min(MOST_SMS, sms // SMS_PART))
+    return max(2, min(SMS_OF_TWO if ranks <= 2 else MOST_SMS, sms // SMS_PART))
 
 
 _TELLING: ContextVar[ColumnPieces | None] = ContextVar("pieces of columns that a product tells", default=None)

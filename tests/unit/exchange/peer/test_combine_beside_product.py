@@ -152,7 +152,7 @@ def test_the_product_has_as_many_pieces_as_the_combine(least, monkeypatch):
     for tiles in range(1, 200):
         columns = tiles * column_pieces.TILE_OUTPUTS
         count = column_pieces.pieces_of(columns)
-        pieces = column_pieces.ColumnPieces.of(torch.zeros(column_pieces.WORDS), columns, count, blocks=132)
+        pieces = column_pieces.ColumnPieces.of(torch.zeros(column_pieces.WORDS), columns, count, sms=8)
         assert -(-tiles // pieces.piece_tiles) == count <= column_pieces.MOST_PIECES
         assert pieces.sms == 8
 
@@ -161,7 +161,7 @@ def test_all_that_a_product_reads_is_kept_until_its_combine_is_enqueued():
     """Its memory must not become the combine's results, which are written while the product reads."""
     made = {name: torch.empty(1) for name in ("x", "weight", "offsets", "counts", "y", "bias", "row_weights")}
     product = Product(**made)
-    pieces = column_pieces.ColumnPieces.of(torch.zeros(column_pieces.WORDS), 1, pieces=1, blocks=132)
+    pieces = column_pieces.ColumnPieces.of(torch.zeros(column_pieces.WORDS), 1, pieces=1, sms=8)
     with column_pieces.telling(pieces):
         y = torch.empty(1, 1, dtype=torch.bfloat16)
         assert column_pieces.pieces_to_tell(y, product.reads) is pieces
