@@ -43,7 +43,8 @@
 //
 // Mixed blocks (a build with MIXED_SENDERS), for few SMs: every block places, and some more warps of it send. They
 // share the SM's copies, where a block that only sends would leave half of them unused. The two kinds of warps meet at
-// the block's beginning and end only: in between each kind has a barrier of its own (block_barriers.cuh).
+// the block's beginning and end only: in between each kind has a barrier of its own (block_barriers.cuh). Rows as fp8
+// are sent by warps that quantise and two more, as in blocks that only send (quantised_sending.cuh).
 //
 // Split form: a launch with PART_ROUTE and PART_SEND, and a later one of the same stream with PART_PLACE. Both read the
 // same epoch; the second ends it.

@@ -382,6 +382,18 @@ def beside_products_of_four() -> Cells:
     return beside_products("beside_products_h100x4.jsonl")
 
 
+def combines_that_are_told() -> Cells:
+    """A product that tells its combine, by the SMs that it leaves to it."""
+    rows = []
+    for line in json_lines("combine_beside_product_h200.jsonl"):
+        if line["op"] == "combine+down":
+            told = {sms: of_sms["told_us"] for sms, of_sms in line["beside"].items()}
+            times = [line["exchange_us"], line["product_us"], line["sum_us"], *map(told.get, ("4", "8", "16", "24"))]
+            shown = ["" if each is None else f"{each:.0f}" for each in (*times, line["gain_told_us"], line["gain_us"])]
+            rows.append([f"{line['ranks']}, {FORMATS[line['dtype']]}", *shown])
+    return rows
+
+
 DEEP_GEMM_RUNS = {"uniform": "ksgy", "equal": "okei"}
 
 
@@ -480,6 +492,7 @@ DERIVED = [
     Derived("evidence/experiments/beside_products.md", "two H200, µs", beside_products),
     Derived("evidence/experiments/beside_products.md", "four H100, µs", beside_products_of_four),
     Derived("evidence/experiments/beside_products.md", "combine + down, SMs", combine_beside_down),
+    Derived("evidence/experiments/beside_products.md", "GPUs, experts", combines_that_are_told),
     Derived("evidence/experiments/products.md", "H200, mean rows", beside_deep_gemm),
     Derived("evidence/experiments/products.md", "ratio of times", product_ratios),
 ]

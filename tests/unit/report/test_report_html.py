@@ -248,6 +248,7 @@ def test_the_page_needs_nothing_from_outside(tmp_path):
 
 OTHER_LINES = (
     "beside_products_",
+    "combine_beside_product_",
     "faults_",
     "few_sms_",
     "few_tokens_",
