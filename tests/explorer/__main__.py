@@ -34,6 +34,9 @@ def parser() -> argparse.ArgumentParser:
         "--late", action="store_true", help="with --timeouts: blocks may begin late enough to find a failure"
     )
     parser.add_argument(
+        "--without-sms", nargs="*", default=[], metavar="ROLE", help="of a PC: roles that begin after the product"
+    )
+    parser.add_argument(
         "--calls", nargs="*", default=[], help="of each rank a word: e (eager) or r (replay) for each launch"
     )
     parser.add_argument("--fault", choices=[fault.name for fault in Fault], help="a bug to inject")
@@ -63,6 +66,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         refused=tuple((int(rank), int(dispatch)) for rank, dispatch in (each.split(":") for each in given.refused)),
         timeouts=given.timeouts,
         late=given.late,
+        without_sms=tuple(given.without_sms),
         calls=tuple(given.calls),
     )
     found = explore(case, deep=given.deep)

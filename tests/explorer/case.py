@@ -115,6 +115,8 @@ class Case:
     mixed: tuple[tuple[int, int, int], ...] = ()  # (rank, combine, dispatch): not the program's dispatch
     timeouts: bool = False  # whether every wait may fail
     late: bool = False  # whether a block may also begin so late that it finds its own kernel's failure
+    # Beginnings of the roles of a combine beside its product that have no SM before the product ends.
+    without_sms: tuple[str, ...] = ()
     calls: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
@@ -127,6 +129,8 @@ class Case:
             raise ValueError(f"{self.ranks} ranks in {self.domains} domains: of one size, and no row leaves its domain")
         if self.own == "slots" and any(launch.known for launch in self.launches()):
             raise ValueError("a dispatch of known routing with own rows through slots: rows as fp8 have no gradient")
+        if self.without_sms and not any(launch.beside for launch in self.launches()):
+            raise ValueError("roles without SMs in a program without PC: only a combine beside its product has them")
         if self.late and not self.timeouts:
             raise ValueError("late threads without timeouts: no wait can have failed before they begin")
         crossings = [each for each in self.launches() if each.kind == "crossing"]

@@ -65,6 +65,7 @@ class Fault(Enum):
     PIECE_UNHEARD = "the experts' rows are read without a wait"
     FIRST_PIECE_ONLY = "every piece is read after the first piece's word"
     PIECE_OF_ANY_STEP = "a piece is read after any dispatch's word"
+    PRODUCT_AWAITS_COMBINE = "the product ends after the warps that send its rows"
 
     # The LL path.
     LINE_UNCHECKED = "a line is read without a check of its epoch"

@@ -131,6 +131,7 @@ def _injected_in_chunks(fault: Fault, ranks: int) -> dict[Fault, InjectedBug]:
         Fault.PIECE_UNHEARD: (case("D PC"), f"piece .*{_NEVER}"),
         Fault.FIRST_PIECE_ONLY: (case("D PC", routings=(two_rows,), counting_blocks=0), f"piece 1 .*{_NEVER}"),
         Fault.PIECE_OF_ANY_STEP: (case("D PC D PC"), r"operation 1; it needs operation 2"),
+        Fault.PRODUCT_AWAITS_COMBINE: (case("D PC", without_sms=("sender",)), f"{_STUCK}.*product"),
         Fault.FIRST_CHUNK_ONLY: (case("X D", routings=(two_rows,)), never),
         Fault.COUNTED_BESIDE: (case("X D", routings=(one_row,)), never),
         Fault.BAKED_CROSSING: (

@@ -82,6 +82,18 @@ class Machine(Effects):
         lines = self.memory.lines_from < self.memory.words_from
         self._lines_at_once = self.at_once and lines and case.fault not in LINES_APART
         self._lookers = self._find_lookers()
+        self._products = self._find_products()
+
+    def _find_products(self) -> dict[int, int]:
+        """The product that must end before a thread has an SM, by the thread."""
+        products = {
+            (each.rank, each.launch): number for number, each in enumerate(self.threads) if each.role == "product"
+        }
+        return {
+            number: products[each.rank, each.launch]
+            for number, each in enumerate(self.threads)
+            if each.role.startswith(self.case.without_sms) and (each.rank, each.launch) in products
+        }
 
     def _find_lookers(self) -> dict[tuple[int, int], list[tuple[int, int]]]:
         """The polls of a line for an operation's store: thread and step, by (address, operation)."""
@@ -214,7 +226,7 @@ class Machine(Effects):
         rails = self._rail_apart(state, rank, oldest)
         if oldest == len(kernels):
             return rails
-        found = [number for number in kernels[oldest] if at[number] < ends[number]]
+        found = [number for number in kernels[oldest] if at[number] < ends[number] and self._has_sm(state, number)]
         for index in range(oldest + 1, len(kernels) if self._not_waiting else 0):
             if not self._begins_beside(state, rank, index):
                 break
@@ -230,6 +242,10 @@ class Machine(Effects):
         early = self.case.fault is Fault.CROSSING_EARLY and ended > 0
         before = rails[ended - early]  # it begins when the launches before this thread's dispatch have ended
         return [rails[ended]] if self.threads[before].launch <= oldest else []
+
+    def _has_sm(self, state: State, number: int) -> bool:
+        product = self._products.get(number)
+        return product is None or state.at[product] == self.ends[product]
 
     def _begins_beside(self, state: State, rank: int, index: int) -> bool:
         """Whether a dependent launch may begin: all blocks of the kernel before it have begun, or have ended."""

@@ -30,7 +30,10 @@ class WordKernel(Kernel):
             if self.has_own_placement_block():
                 roles["placement block of own rows"] = list(self.own_placement_block(self.first + len(roles)))
         if self.launch.beside:
+            senders = [self.first + at for at, role in enumerate(roles) if role.startswith("sender warp")]
             roles["product"] = list(self._product(self.first + len(roles)))
+            if self.has_fault(Fault.PRODUCT_AWAITS_COMBINE):
+                roles["product"].append(Step(Act.JOIN, operands=tuple(senders)))
         roles["out"] = list(self._out(len(roles)))
         return roles
 

@@ -334,7 +334,7 @@ def bar_of(op: str, shape: str, dtype: str, exchange_us: float) -> float | None:
 
 
 def traced_line(timer: Timer, op: str, limit: int) -> dict[str, Any]:
-    """Return when each block of both began and ended, in us after the first: in turn, and beside each other."""
+    """Return when each block of both began and ended, in us after the first: in turn, beside each other, and told."""
     tensors, world = timer.tensors, timer.tensors.world
     spec, begin, end = tensors.spec, NAMES.index("start"), NAMES.index("end")
     line: dict[str, Any] = {"op": f"trace of {op}+{PAIRS[op]}", "sms": limit}
@@ -351,12 +351,14 @@ def traced_line(timer: Timer, op: str, limit: int) -> dict[str, Any]:
         for name, enqueue in (
             ("in_turn", lambda times: timer.enqueue_in_turn(op, times)),
             ("beside", lambda times: timer.enqueue_both(op, limit, timer.gpu_sms, times)),
+            ("told", lambda times: tensors.enqueue_told(limit, times)),
         ):
             for _ in range(WARM_UPS + 1):  # the last one counts
                 of_product = torch.zeros(most, TRACE_POINTS, dtype=torch.int64, device=world.device)
                 tensors.exchanges["auto"].check()
                 space._traces[op].zero_()
                 timer.clock.cold_us(lambda enqueue=enqueue, of_product=of_product: enqueue(of_product))
+                tensors.forget_told(limit)
             of_exchange = space._traces[op]
             blocks = {"exchange": of_exchange.tolist(), "product": of_product.tolist()}
             began = min(row[begin] for rows in blocks.values() for row in rows if row[begin])
