@@ -22,8 +22,8 @@ WORDS = MOST_PIECES + MOST_PIECES // 2
 TILE_OUTPUTS = 256
 """Columns of results in a tile of the product."""
 LEAST_TILES = 8
-"""Tiles side by side in a piece. The down product of DeepSeek-V3's shape, whose rows are read once for each piece, took
-1620 us in pieces of 8 tiles and 1650 in pieces of 4, 1512 on all SMs and whole (two H200, 2026-11-27)."""
+"""Tiles side by side in a piece. The rows of an expert are read once for each piece. The down product of DeepSeek-V3's
+shape took 1620 us in pieces of 8 tiles, 1650 in pieces of 4, and 1512 whole on all SMs (two H200, 2026-11-27)."""
 SMS_OF_TWO, MOST_SMS, SMS_PART = 8, 16, 8
 """The SMs that a product leaves to the combine: a part of all, no more than pays, on two ranks fewer. The product and
 its combine took 1813 us with 4 SMs, 1808 with 8 and 1863 with 16, after each other 1779, on two H200. On four they took
