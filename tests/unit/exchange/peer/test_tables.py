@@ -98,10 +98,10 @@ def test_rows_of_several_pieces_have_a_combine_beside_their_product() -> None:
     with Emulator(2) as emulator:
         beside = [("combine beside", REDUCE | SUM)]
         for hidden, dtype, found in (
-            (1024, "bfloat16", []),
-            (1040, "bfloat16", beside),
-            (1048, "bfloat16", []),
-            (1040, "float32", []),
+            (2048, "bfloat16", []),
+            (2064, "bfloat16", beside),
+            (2072, "bfloat16", []),
+            (2064, "float32", []),
         ):
             spec = spec_for("fused", hidden=hidden, dtype=dtype)
             (space, _) = workspaces(emulator, spec)
