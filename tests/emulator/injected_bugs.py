@@ -254,9 +254,7 @@ INJECTED_BUGS = {
     "the count of pieces that the final reduction took is not reset": _injected(
         "fused", "combine.cu", "p.taken[0] = p.taken[1] =", "p.taken[0] ="
     ),
-    "the warps of a combine leave items out": _injected(
-        "fused", "items.cuh", "KNOWN * warps_)", "3 * warps_)"
-    ),
+    "the warps of a combine leave items out": _injected("fused", "items.cuh", "KNOWN * warps_)", "3 * warps_)"),
     "a counting block's runs are not counted": _injected(
         "ll", "routing_ll.cuh", "                count_run();\n", quantised=True, shape=small
     ),
