@@ -46,7 +46,7 @@ class ColumnPieces:
     rows: torch.Tensor | None = None
     """The rows that a product stores in pieces, once it is enqueued."""
     reads: tuple[torch.Tensor | None, ...] = ()
-    """What that product reads. The combine writes its results while the product reads, so they must not get this
+    """The tensors that this product reads. The combine writes its results meanwhile, so they must not get this
     memory."""
 
     @classmethod

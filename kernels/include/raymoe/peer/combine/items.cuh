@@ -32,7 +32,7 @@ class Items {
     u32 warp_, warps_;
 };
 
-// What a block does.
+// The work of a block.
 struct Role {
     bool reduces;  // it is of the local reduction, else of the final one
     u32 block;     // its number among those that do the same
