@@ -7,7 +7,8 @@ It is made of two exchanges with layout `expert` (`ExchangeSpec.parts`), so ever
 - The *choices'* exchange brings a row of 2K + 2 float32 to the same places: a token's ids and weights, its rank and its
   number, all exact below 2^24. It is combined only in backward passes, to return the gradients of the weights.
 
-A dispatch is then two operations, one after the other, and a combine is one.
+A dispatch is then two operations, one after the other, and a combine is one. Between them GPU ranks launch the kernels
+of `token_kernels`, and CPU ranks use torch.
 
 One rank, whose experts multiply a row by their number plus one:
 
@@ -40,7 +41,9 @@ from raymoe.memory.layout import ALIGNMENT, ITEM_BYTES, round_up
 from raymoe.memory.world import World
 
 if TYPE_CHECKING:
+    from raymoe.cuda.launcher import Launcher
     from raymoe.exchange.peer.workspace import Workspace
+    from raymoe.exchange.token_kernels import TokenKernels
 
 
 @dataclass(slots=True)
@@ -64,8 +67,18 @@ class SavedParts:
 class TokenBackend:
     """A backend for layout `token`, over one backend for the rows and one for the choices of their tokens."""
 
-    def __init__(self, world: World, spec: ExchangeSpec, parts: Sequence[Backend], workspace: Workspace | None) -> None:
-        """`workspace` is one that the parts share, and that this closes; None where each has what it needs."""
+    def __init__(
+        self,
+        world: World,
+        spec: ExchangeSpec,
+        parts: Sequence[Backend],
+        workspace: Workspace | None,
+        launcher: Launcher | None = None,
+    ) -> None:
+        """`workspace` is one that the parts share, and that this closes; None where each has what it needs.
+
+        `launcher` launches the kernels between the parts. By default GPU ranks have one, and CPU ranks use torch.
+        """
         self.rows, self._choices = parts
         self._own_workspace, self._spec = workspace, spec
         self._topk, self._local = spec.topk, spec.local_experts(world.size)
@@ -81,6 +94,13 @@ class TokenBackend:
         self._sources[:, 2 * spec.topk + 1] = torch.arange(spec.tokens, device=device)
         self.capturable = self.rows.capturable and self._choices.capturable
         self.workspace = getattr(self.rows, "workspace", None)
+        self._kernels: TokenKernels | None = None
+        if launcher is not None or device.type == "cuda":
+            from raymoe.exchange.nccl.nccl_kernels import SharedLauncher
+            from raymoe.exchange.token_kernels import Sizes, TokenKernels
+
+            sizes = Sizes(spec.tokens, spec.topk, spec.experts, self._local, self._capacity, self._width, world.rank)
+            self._kernels = TokenKernels(launcher or world.shared(SharedLauncher), sizes)
 
     @property
     def keeps_places(self) -> bool:
@@ -104,45 +124,57 @@ class TokenBackend:
 
         Wrong ids and numbers of tokens stay in the first alone, so that one of the parts refuses them.
         """
-        ids = tokens.topk_idx
+        count = None if tokens.num_tokens is None else tokens.num_tokens.clamp(0, len(tokens.topk_idx))
+        pack = self._pack if self._kernels is None else self._kernels.pack
+        rows_idx, homes, packed = pack(tokens.topk_idx, tokens.topk_weights)
+        rows = replace(tokens, topk_idx=rows_idx)
+        return rows, Tokens(packed, homes, tokens.topk_weights, count, None, False, tokens.site)
+
+    def _pack(self, ids: torch.Tensor, weights: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        """Return the ids of the rows' part, the homes of all entries, and the rows of the choices' part."""
         owner = ids.div(self._local, rounding_mode="floor")
         again = ((owner[:, :, None] == owner[:, None, :]) & self._earlier).any(2)
         known = (ids >= 0) & (ids < self._spec.experts)
         homes = torch.where(known & ~again, owner * self._local, -1)
         packed = self._sources[: len(ids)].clone()
         packed[:, : self._topk] = ids
-        packed[:, self._topk : 2 * self._topk] = tokens.topk_weights
-        count = None if tokens.num_tokens is None else tokens.num_tokens.clamp(0, len(ids))
-        rows = replace(tokens, topk_idx=torch.where(known, homes, ids))
-        return rows, Tokens(packed, homes, tokens.topk_weights, count, None, False, tokens.site)
+        packed[:, self._topk : 2 * self._topk] = weights
+        return torch.where(known, homes, ids), homes, packed
 
     def result_of(self, sent: Tokens, sent_choices: Tokens, rows: Dispatched, choices: Dispatched) -> Dispatched:
         """Make the result from the input of both parts and from what they dispatched."""
-        K, offsets = self._topk, rows.expert_offsets
-        brought = choices.x[: self._capacity]
-        local = brought[:, :K] - self._first
-        came = (self._places < offsets[1])[:, None]
-        here = (local >= 0) & (local < self._local) & came
-        topk_idx = torch.where(here, local, -1.0).int()
-        ends = torch.zeros(1 + self._local, dtype=torch.int32, device=topk_idx.device)
-        ends.scatter_add_(0, (topk_idx.flatten() + 1).long(), here.flatten().int())
+        offsets = rows.expert_offsets
+        take = self._take if self._kernels is None else self._kernels.take
+        topk_idx, weights, sources, counts = take(choices.x[: self._capacity], offsets)
         got = Dispatched(
             x=rows.x,
-            weights=torch.where(here, brought[:, K : 2 * K], 0.0),
+            weights=weights,
             expert_offsets=offsets[:2],
-            expert_counts=ends[1:],
+            expert_counts=counts,
             index=None,
             tokens=len(sent.x),
             _saved=SavedParts(rows, choices, sent_choices.topk_idx, topk_idx, (sent.topk_idx, sent_choices)),
             _owner=self,
             scales=rows.scales,
             topk_idx=topk_idx,
-            sources=torch.where(came, brought[:, 2 * K : 2 * K + 2], -1.0).int(),
+            sources=sources,
         )
         # The caller alone holds the rows now: a result that is kept for its combine does not need them.
         rows.x, choices.x, rows.scales = rows.x.new_empty(0, 0), choices.x.new_empty(0, 0), None
         got.site = rows.site = choices.site = sent.site
         return got
+
+    def _take(self, brought: torch.Tensor, offsets: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        """Return `topk_idx`, `weights` and `sources` of the rows, and the entries of each expert."""
+        K = self._topk
+        local = brought[:, :K] - self._first
+        came = (self._places < offsets[1])[:, None]
+        here = (local >= 0) & (local < self._local) & came
+        topk_idx = torch.where(here, local, -1.0).int()
+        ends = torch.zeros(1 + self._local, dtype=torch.int32, device=topk_idx.device)
+        ends.scatter_add_(0, (topk_idx.flatten() + 1).long(), here.flatten().int())
+        sources = torch.where(came, brought[:, 2 * K : 2 * K + 2], -1.0).int()
+        return topk_idx, torch.where(here, brought[:, K : 2 * K], 0.0), sources, ends[1:]
 
     def refusal_words(self, got: Dispatched) -> torch.Tensor:
         """Return why the rows' part refuses the data. The choices' part always has the capacity."""

@@ -48,6 +48,7 @@ from raymoe.exchange.peer.dispatch import (
 )
 from raymoe.exchange.peer.ll import LlGrid, combine_ll_source, dispatch_ll_source
 from raymoe.exchange.slot_kernel import MARK_DISPATCH, TAKE_SLOTS
+from raymoe.exchange.token_kernels import PACK_CHOICES, TAKE_CHOICES
 from raymoe.packaged import packaged_folder
 from raymoe.transport.copy_kernel import COPY, MOST_TRANSFERS, CopyParams, Transfer
 from raymoe.workload.compare.row_push import ROW_PUSH
@@ -65,7 +66,7 @@ HEADERS = sorted(str(path.relative_to(_FOLDER)) for path in _FOLDER.rglob("*.cuh
 DTYPES = ("bfloat16", "float16", "float32")
 BEFORE_HOPPER = (
     *(PUBLISH_ROUTING, COUNT, NUMBER, SPREAD, PUBLISH_PASS, COMPARE_PASSES, TAKE_SLOTS),
-    MARK_DISPATCH,
+    *(MARK_DISPATCH, PACK_CHOICES, TAKE_CHOICES),
     *(source for dtype in DTYPES for wire in DTYPES for source in sum_sources(dtype, wire)),
     *(PUBLISH_TOKENS, ENTER_DOMAIN, JOIN_EXPERTS, PUBLISH_STATUSES),
     *(sum_source(dtype, wire) for dtype in DTYPES for wire in DTYPES),
