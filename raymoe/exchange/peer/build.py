@@ -12,7 +12,7 @@ from raymoe.cuda.jit import KernelSource
 from raymoe.cuda.structs import Peers
 from raymoe.errors import ConfigError
 from raymoe.exchange.peer import combine, dispatch, dispatch_grid
-from raymoe.exchange.peer.column_pieces import pieces_of
+from raymoe.exchange.peer.column_pieces import TILE_VECTORS, pieces_of
 from raymoe.exchange.peer.combine import CombineCall, CombineGrid, CombineParams
 from raymoe.exchange.peer.dealing import Dealing
 from raymoe.exchange.peer.dispatch import STAMP_BYTES, DispatchCall, DispatchParams
@@ -226,6 +226,7 @@ class Build:
             first_token=0,
             most_tokens=spec.tokens,
             number_bytes=numbers,
+            stored_vectors=grid.piece_tiles * TILE_VECTORS,
         )
 
     def combine_ll_params(self, grid: LlGrid, reduced: Dealing, summed: Dealing) -> CombineLlParams:

@@ -19,11 +19,11 @@ MOST_PIECES = 8
 WORDS = MOST_PIECES + MOST_PIECES // 2
 """64-bit words of the struct in kernels/include/raymoe/base/column_pieces.cuh."""
 
-TILE_OUTPUTS = 256
-"""Columns of results in a tile of the product."""
+TILE_OUTPUTS, TILE_VECTORS = 256, 32
+"""Columns of results in a tile of the product, and their 16-byte vectors."""
 LEAST_TILES = 8
-"""Tiles side by side in a piece. The rows of an expert are read once for each piece. The down product of DeepSeek-V3's
-shape took 1620 us in pieces of 8 tiles, 1650 in pieces of 4, and 1512 whole on all SMs (two H200, 2026-11-27)."""
+"""Tiles side by side in a piece; the last piece has those that are left. The rows of an expert are read once for each
+piece, and the last piece is combined after the product. So pieces are few and the last one is small."""
 SMS_OF_TWO, MOST_SMS, SMS_PART = 8, 16, 8
 """The SMs that a product leaves to the combine: a part of all, no more than pays, on two ranks fewer. The product and
 its combine took 1813 us with 4 SMs, 1808 with 8 and 1863 with 16, after each other 1779, on two H200. On four they took
@@ -41,6 +41,7 @@ class ColumnPieces:
     columns: int
     """Of a row."""
     piece_tiles: int
+    """Tiles side by side in a piece."""
     sms: int
     """The SMs that the product leaves to the combine."""
     rows: torch.Tensor | None = None
@@ -49,14 +50,18 @@ class ColumnPieces:
     """The tensors that this product reads. The combine writes its results meanwhile, so they must not get this
     memory."""
 
-    @classmethod
-    def of(cls, words: torch.Tensor, columns: int, pieces: int, sms: int) -> ColumnPieces:
-        """Return so many pieces of rows of so many columns, for a combine that has so many SMs beside the product."""
-        return cls(words, 0, columns, -(-tiles_of(columns) // pieces), sms)
-
     def are_of(self, rows: torch.Tensor) -> bool:
         """Whether a product stores these rows in pieces."""
         return self.rows is not None and self.rows.data_ptr() == rows.data_ptr()
+
+
+def tiles_of_piece(columns: int) -> int:
+    """Return the tiles side by side in a piece of rows of so many columns.
+
+    >>> tiles_of_piece(7168), tiles_of_piece(512), tiles_of_piece(32768)
+    (8, 8, 16)
+    """
+    return max(LEAST_TILES, -(-tiles_of(columns) // MOST_PIECES))
 
 
 def pieces_of(columns: int) -> int:
@@ -65,8 +70,7 @@ def pieces_of(columns: int) -> int:
     >>> pieces_of(7168), pieces_of(2880), pieces_of(512), pieces_of(16384)
     (4, 2, 1, 8)
     """
-    tiles = tiles_of(columns)
-    return -(-tiles // max(LEAST_TILES, -(-tiles // MOST_PIECES)))
+    return -(-tiles_of(columns) // tiles_of_piece(columns))
 
 
 def tiles_of(columns: int) -> int:

@@ -70,6 +70,8 @@ class CombineParams(CombineCall):
     first_token: U32
     most_tokens: U32
     number_bytes: U32
+    stored_vectors: U32
+    unused_too: U32 = 0
 
 
 def number_bytes(topk: int) -> int:
@@ -142,18 +144,20 @@ class CombineGrid:
     pieces: int
     together: int
     shared_bytes: int
+    piece_tiles: int = 0
+    """Beside a product, the tiles side by side in one of its pieces; else 0."""
 
     def shape(self, parts: int) -> Shape:
         """Return the launch shape for these parts."""
         blocks = (self.local_blocks if parts & REDUCE else 0) + (self.final_blocks if parts & SUM else 0)
         return Shape(blocks, self.warps * 32, self.shared_bytes if parts & REDUCE else 0)
 
-    def beside_product(self, pieces: int) -> CombineGrid:
-        """Return the same blocks for a combine beside a product that stores so many pieces of columns.
+    def beside_product(self, pieces: int, piece_tiles: int) -> CombineGrid:
+        """Return the same blocks for a combine beside a product that stores so many pieces of so many tiles.
 
         Few of them have SMs before the product ends.
         """
-        return replace(self, pieces=pieces, together=FEW_TOGETHER)
+        return replace(self, pieces=pieces, together=FEW_TOGETHER, piece_tiles=piece_tiles)
 
 
 def local_share(ranks: int, topk: int) -> float:

@@ -20,8 +20,8 @@ from raymoe.errors import CaptureError, ConfigError
 from raymoe.exchange.backend import Dispatched, EntryPlaces, Ids, Tokens
 from raymoe.exchange.packed_refusal import PackedRefusal
 from raymoe.exchange.peer.build import Build, refuse
-from raymoe.exchange.peer.column_pieces import WORDS, ColumnPieces, sms_beside
-from raymoe.exchange.peer.combine import CombineCall, CombineParams
+from raymoe.exchange.peer.column_pieces import WORDS, ColumnPieces, sms_beside, tiles_of_piece
+from raymoe.exchange.peer.combine import CombineCall
 from raymoe.exchange.peer.dispatch import DispatchCall, DispatchSummary, RefusalRecord
 from raymoe.exchange.peer.kernel_result import KernelDispatched, Metadata, SavedMetadata
 from raymoe.exchange.peer.table import AnyStage, BackendKind, Stage
@@ -181,9 +181,8 @@ class PeerBackend:
                 raise CaptureError("the first combine beside a product inside a capture; run one before, eagerly")
             words = torch.zeros(WORDS, dtype=torch.int64, device=self.world.device)
             (stage,) = self.table.combine_beside_product
-            assert isinstance(stage.params, CombineParams)
             sms = sms_beside(stage.shape.blocks, self.world.size)
-            self._pieces = ColumnPieces.of(words, self.spec.hidden, stage.params.pieces, sms)
+            self._pieces = ColumnPieces(words, 0, self.spec.hidden, tiles_of_piece(self.spec.hidden), sms)
         number = got.saved(SavedMetadata).address + self._metadata.at["summary"] + _NUMBER_AT
         return replace(self._pieces, dispatch=number)
 

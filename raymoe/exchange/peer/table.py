@@ -14,7 +14,7 @@ from raymoe.cuda.launch import Field, Launch, Shape
 from raymoe.cuda.launcher import Copies, Launcher
 from raymoe.cuda.params import Params
 from raymoe.exchange.peer.build import Build, Grids
-from raymoe.exchange.peer.column_pieces import pieces_of
+from raymoe.exchange.peer.column_pieces import pieces_of, tiles_of_piece
 from raymoe.exchange.peer.combine import ALL_PARTS, CombineCall, beside_product, combine_source, with_ll_statuses
 from raymoe.exchange.peer.dispatch import (
     ChunkedDispatchParams,
@@ -149,7 +149,7 @@ class Stages:
     def combine_beside_product(self) -> Stage:
         """Make the launch that sends pieces of columns as a product stores them."""
         space, spec = self.build.space, self.build.spec
-        grid = self.grids.combine.beside_product(pieces_of(spec.hidden))
+        grid = self.grids.combine.beside_product(pieces_of(spec.hidden), tiles_of_piece(spec.hidden))
         source = combine_source(spec.dtype, space.stamped, space.traces, spec.combine_wire, grid.warps)
         params = self.build.combine_params(grid, ALL_PARTS)
         return Stage(beside_product(source), replace(grid.shape(ALL_PARTS), early=True), params)

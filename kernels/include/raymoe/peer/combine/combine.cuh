@@ -83,7 +83,7 @@ struct CombineParams : CombineCall {
     u64* taken;
 
     // With BESIDE_PRODUCT the pieces of the experts' rows that are there, or null if a kernel before has all of them.
-    // A piece of this kernel ends where that of the product does, or before.
+    // Pieces of this kernel are those of the product.
     const ColumnPieces* stored;
 
     // With CARRIES, else null.
@@ -107,6 +107,8 @@ struct CombineParams : CombineCall {
     // Of the numbers in a slot, a multiple of 16; 0 without CARRIES. They are float[topk]: those of the entries whose
     // experts are on rank d, and zeros.
     u32 number_bytes;
+    u32 stored_vectors;  // with BESIDE_PRODUCT, 16-byte vectors of a piece in `stored`; else 0
+    u32 unused_too;
 
     __device__ __forceinline__ u32 reduction_warps() const { return local_blocks * local_warps; }
 
@@ -137,6 +139,9 @@ struct CombineParams : CombineCall {
 
     // 16-byte vectors of a piece; the last one may have fewer.
     __device__ __forceinline__ u32 piece_vectors() const {
+        if constexpr (BESIDE_PRODUCT) {
+            return stored_vectors;
+        }
         return ((vectors() + pieces - 1) / pieces + PIECE_OF - 1) / PIECE_OF * PIECE_OF;
     }
 
@@ -160,31 +165,28 @@ struct CombineParams : CombineCall {
     }
 };
 
-// The pieces that a product beside this kernel has stored, as far as a warp knows. It takes pieces in ascending order.
+// The piece that a warp has awaited last. It takes pieces in ascending order.
 class StoredPieces {
   public:
-    // Waits until the experts' rows have this piece and those before it: the product may end a later one first, and
-    // this kernel's pieces may begin in the one before. Returns false if the wait failed. All threads of the warp call
-    // this.
+    // Waits until the product beside this kernel has stored this piece. Returns false if the wait failed. All threads
+    // of the warp call this.
     __device__ __forceinline__ bool await(const CombineParams& p, u32 piece) {
-        if (!BESIDE_PRODUCT || p.stored == nullptr || piece < known_) {
+        if (!BESIDE_PRODUCT || p.stored == nullptr || piece == known_) {
             return true;
         }
         bool ok = true;
         if (threadIdx.x % 32 == 0) {
             const u64 number = ptx::load_8(&p.summary->number);
-            for (u32 each = known_; ok && each <= piece; ++each) {
-                ok = wait_for_epoch(&p.stored->ready[each], number, Waiting{p.op, p.peers.rank, number}, p.watch);
-            }
+            ok = wait_for_epoch(&p.stored->ready[piece], number, Waiting{p.op, p.peers.rank, number}, p.watch);
         }
         ok = __all_sync(0xFFFFFFFF, ok);
         __syncwarp();  // hands what was acquired to the other threads of the warp
-        known_ = piece + 1;
+        known_ = piece;
         return ok;
     }
 
   private:
-    u32 known_ = 0;  // the warp has awaited all pieces before this one
+    u32 known_ = ~0u;
 };
 
 // The state that every block of a combine reads first.
