@@ -19,9 +19,8 @@ from raymoe.moe.by_row import in_tiles
 from raymoe.moe.expert_rows import Groups
 from raymoe.moe.experts import SWIGLU, Activation, Experts, ExpertsOfRank, ModelWeights, local
 from raymoe.moe.families import Parts
-from raymoe.moe.product_launch import takes
 from raymoe.moe.product_operators import Added, gate_experts, multiply_experts
-from raymoe.moe.products import Gate
+from raymoe.moe.products import fits
 from raymoe.moe.quantised_experts import quantise_experts
 from raymoe.moe.quantised_shared import QuantisedMlp, quantise_shared
 from raymoe.moe.recomputed_layer import check_recompute
@@ -112,9 +111,12 @@ class Mlp(nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         if not self.by_row:
             return self._by_torch(x)
-        if torch.compiler.is_compiling() or not len(x) or not takes(x, self.gate_up_proj[None], Gate()):
-            return in_tiles(self._by_torch, x)
-        return self._as_one_expert(x)
+        return self._as_one_expert(x) if len(x) and self._fits(x) else in_tiles(self._by_torch, x)
+
+    def _fits(self, x: torch.Tensor) -> bool:
+        """Whether the kernel of experts may take both products. torch.compile asks it too, which knows no addresses."""
+        hidden, ffn = self.down_proj.shape
+        return x.is_cuda and x.dtype == self.down_proj.dtype and fits(ffn, hidden) and fits(hidden, ffn)
 
     def _by_torch(self, x: torch.Tensor) -> torch.Tensor:
         h = SWIGLU(nn.functional.linear(x, self.gate_up_proj), by_row=self.by_row)

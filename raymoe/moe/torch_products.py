@@ -31,7 +31,7 @@ def multiply_by_torch(rows: Tensor, weight: Tensor, groups: Groups, by_row: bool
     """Multiply each expert's rows [C, K] by its `weight[e]`, [N, K]. The result has the dtype of the weights.
 
     On a CPU rows of no expert become zero. On a GPU they are multiplied up to the last offset, and unspecified from
-    there on. `by_row`, for CPUs: the bits of a result depend on its row and its expert alone.
+    there on. `by_row`: the bits of a result depend on its row and its expert alone. On GPUs it takes one expert only.
     """
     y: Tensor = _ops.grouped_product(rows, weight, groups.offsets, groups.counts, by_row)
     return y
@@ -75,6 +75,9 @@ def _grouped_product(rows: Tensor, weight: Tensor, offsets: Tensor, counts: Tens
 def multiply_by_offsets(rows: Tensor, weight: Tensor, offsets: Tensor, counts: Tensor, by_row: bool = False) -> Tensor:
     """Multiply as on a GPU, by offsets that the host never reads; of float16 torch makes the host wait."""
     del counts
+    if by_row and len(weight) == 1:
+        with torch.autocast(rows.device.type, enabled=False):
+            return in_tiles(functools.partial(nn.functional.linear, weight=weight[0]), rows)
     if by_row:
         raise ConfigError(
             f'deterministic="batch" and experts {list(weight.shape)} of {weight.dtype}, which kernels/moe/product.cu '

@@ -25,6 +25,7 @@ from raymoe.moe import (  # noqa: E402
     replay_routes,
     rms_norm,
 )
+from raymoe.moe.layer_form import Mlp  # noqa: E402
 from raymoe.moe.router import replay_route, route  # noqa: E402
 from tests.gpu.ranks import GPUS, NEEDS_GPU, RANKS, GpuRanks  # noqa: E402
 from tests.unit.moe.bits import same_bits  # noqa: E402
@@ -124,6 +125,61 @@ def test_the_choice_gives_a_row_the_same_bits_in_any_batch(score: Any, dtype: to
         return replay_route(rows[:, :-1].contiguous(), form, ids)
 
     assert counts_with_other_bits(replayed, recorded) == []
+
+
+def shared_expert(rows: int, dtype: torch.dtype, ffn: int) -> tuple[Mlp, torch.Tensor]:
+    source = torch.Generator("cuda").manual_seed(2)
+    sizes = (2 * ffn, H), (H, ffn), (rows, H)
+    gate_up, down, x = (torch.randn(*size, device="cuda", generator=source) / size[1] ** 0.5 for size in sizes)
+    mlp = Mlp(gate_up.to(dtype), down.to(dtype))
+    mlp.by_row = True
+    return mlp, (x * H**0.5).to(dtype).requires_grad_()
+
+
+def exact_results(mlp: Mlp, x: torch.Tensor, dy: torch.Tensor) -> list[torch.Tensor]:
+    """Return the result and the gradients of a SwiGLU expert, in float64."""
+    leaves = [each.detach().double().requires_grad_() for each in (x, mlp.gate_up_proj, mlp.down_proj)]
+    gate, up = (leaves[0] @ leaves[1].T).chunk(2, dim=1)
+    y = (torch.nn.functional.silu(gate) * up) @ leaves[2].T
+    return [y.detach(), *torch.autograd.grad(y, leaves, dy.double())]
+
+
+@pytest.mark.usefixtures("gpu")
+@pytest.mark.parametrize("ffn", [256, 264, 40])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("rows", [1, 128, 700])
+def test_a_shared_expert_is_right_and_has_the_same_bits_compiled_and_in_any_batch(
+    rows: int, dtype: torch.dtype, ffn: int
+) -> None:
+    """product.cu takes 256 of ffn; 264 and 40 go in tiles."""
+    mlp, x = shared_expert(rows, dtype, ffn)
+    dy = torch.randn(rows, H, device="cuda", generator=torch.Generator("cuda").manual_seed(3)).to(dtype)
+    torch.compiler.reset()
+    found = []
+    for function in (mlp, torch.compile(mlp, fullgraph=True)):
+        y = function(x)
+        found.append([y.detach(), *torch.autograd.grad(y, (x, mlp.gate_up_proj, mlp.down_proj), dy)])
+        with torch.no_grad():
+            assert same_bits(function(x), y.detach())
+    eager, compiled = found
+    assert same_bits(eager[0], compiled[0])
+    for number, results in enumerate(zip(eager, compiled, exact_results(mlp, x, dy), strict=True)):
+        *results, exact = (each.double() for each in results)
+        errors = [float((each - exact).norm() / exact.norm()) for each in results]
+        assert max(errors) < (0.01 if dtype == torch.bfloat16 else 0.002), (number, errors)
+    with torch.no_grad():
+        assert counts_with_other_bits(mlp, shared_expert(4096, dtype, ffn)[1].detach()) == []
+
+
+@pytest.mark.usefixtures("gpu")
+def test_a_shared_expert_whose_weights_begin_at_an_odd_address_goes_in_tiles() -> None:
+    mlp, x = shared_expert(700, torch.bfloat16, 256)
+    shifted = torch.empty(mlp.down_proj.numel() + 1, dtype=torch.bfloat16, device="cuda")[1:].view_as(mlp.down_proj)
+    with torch.no_grad():
+        near = mlp(x)
+        mlp.down_proj = torch.nn.Parameter(shifted.copy_(mlp.down_proj))
+        assert counts_with_other_bits(mlp, shared_expert(4096, torch.bfloat16, 256)[1].detach()) == []
+        torch.testing.assert_close(mlp(x), near)
 
 
 def results_of_layers(world: World, backend: str, dtype: str) -> list[str]:
