@@ -127,7 +127,7 @@ class Build:
         share = combine.local_share(world.size, spec.topk)
         summing = combine.grid_of(spec.row_bytes, spec.tokens, sms, room, share, warps)
         moving = dispatch_grid.grid_of(rows, sms, room)
-        if mixes and dispatch_grid.is_mixed(sms, placed):
+        if mixes and dispatch_grid.is_mixed(sms, rows):
             moving = dispatch_grid.mixed(rows, moving, sms, room)
         return Grids(sms, moving, summing)
 

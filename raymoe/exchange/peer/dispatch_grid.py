@@ -196,13 +196,20 @@ def grid_of(rows: Rows, sms: int, shared_bytes: int) -> DispatchGrid:
     )
 
 
-def is_mixed(sms: int, placed: bool) -> bool:
+def is_mixed(sms: int, rows: Rows) -> bool:
     """Return whether every block of a dispatch by `fused` sends and places on so many SMs.
 
-    >>> [is_mixed(sms, placed=True) for sms in (8, 32, 48)], is_mixed(48, placed=False)
+    >>> rows = Rows(14336, 14336, tokens=4096, topk=8, experts=256, ranks=2, placed=True)
+    >>> [is_mixed(sms, rows) for sms in (8, 32, 48)], is_mixed(48, replace(rows, placed=False))
     ([True, True, False], True)
+    >>> [is_mixed(sms, replace(rows, fp8=True)) for sms in (64, 80)], is_mixed(8, replace(rows, dequantised=True))
+    ([True, False], False)
     """
-    return sms <= (MOST_MIXED_SMS if placed else MOST_MIXED_SMS_BY_RANK)
+    if rows.dequantised:
+        return False
+    if not rows.placed:
+        return sms <= MOST_MIXED_SMS_BY_RANK
+    return sms <= (MOST_MIXED_SMS_FP8 if rows.fp8 else MOST_MIXED_SMS)
 
 
 @dataclass(frozen=True)
@@ -267,12 +274,12 @@ def _mixed_fp8(rows: Rows, grid: DispatchGrid, sms: int, shared_bytes: int) -> D
 
     Besides the warps that quantise, a block has one that pushes and one that announces.
 
-    >>> def warps(hidden: int, placed: bool, dequantised: bool = False) -> tuple[int, ...]:
-    ...     rows = Rows(hidden * 33 // 32, 2 * hidden, 4096, 8, 256, 2, placed, fp8=True, dequantised=dequantised)
+    >>> def warps(hidden: int, placed: bool) -> tuple[int, ...]:
+    ...     rows = Rows(hidden * 33 // 32, 2 * hidden, 4096, 8, 256, 2, placed, fp8=True)
     ...     grid = mixed(rows, grid_of(rows, 24, 231_424), 24, 231_424)
     ...     return grid.mixed, grid.sender_warps, grid.sender_stages, grid.placement_warps, grid.placement_stages
-    >>> warps(7168, placed=True), warps(7168, placed=True, dequantised=True), warps(7168, placed=False)
-    ((5, 3, 6, 4, 3), (5, 3, 6, 2, 5), (7, 5, 12, 1, 4))
+    >>> warps(7168, placed=True), warps(7168, placed=False)
+    ((5, 3, 6, 8, 1), (7, 5, 12, 1, 4))
     """
     division = PLACING_FP8 if rows.placed else STAYING_FP8
     before, whole = _before_rings(rows), _whole_lines(rows.row_bytes) if rows.dequantised else 0
@@ -304,17 +311,19 @@ def _before_rings(rows: Rows) -> int:
     return _whole_lines((2 * rows.experts + MAX_RANKS) * 4 + WARPS * QUEUE * 4 + PLAN_BYTES)
 
 
-MOST_MIXED_SMS, MOST_MIXED_SMS_BY_RANK = 32, 48
+MOST_MIXED_SMS, MOST_MIXED_SMS_BY_RANK, MOST_MIXED_SMS_FP8 = 32, 48, 64
 """On up to so many SMs all blocks send and place, by the layout. 4096 tokens of 7168 took 478 us instead of 526 on 24
 SMs, 383 instead of 399 on 32, but 327 instead of 286 on 48. With layout rank 501 instead of 611 on 8, 209 instead of
-215 on 48, 200 instead of 196 on 64 (2x H100, 2026-11-26)."""
+215 on 48, 200 instead of 196 on 64 (2x H100, 2026-11-26). Rows that cross as fp8 took 382 us instead of 503 on 24 SMs,
+202 instead of 226 on 64; dequantised, 657 instead of 554 on 24 (2x H200, 2026-11-27)."""
 
 PLACING, STAYING = Division(1, 4, 1 / 2, 8, 3), Division(3, 3, 3 / 4, 2, 2)
 """With layout rank the placement warps copy this rank's own rows into their slots only."""
 
-PLACING_FP8, STAYING_FP8 = Division(3, 2, 1 / 2, 8, 3), Division(6, 2, 7 / 8, 1, 2)
-"""With rows that cross as fp8; `senders` quantise, and stages for rows that leave follow from memory. 4096 tokens of
-7168 took 403 us on 24 SMs, and 501 with blocks that do one of the two (2x H200, 2026-11-27)."""
+PLACING_FP8, STAYING_FP8 = Division(3, 2, 1 / 2, 8, 1), Division(6, 2, 7 / 8, 1, 2)
+"""With rows that cross as fp8; `senders` quantise, and stages for rows that leave follow from memory. A warp that
+places a row of fp8 needs longer than its copies take, so many warps have one stage each: 4096 tokens of 7168 took 382
+us on 24 SMs, by four warps of three stages 407 (2x H200, 2026-11-27)."""
 
 MOST_MIXED_SENDERS, ROW_OF_A_SENDER, FEWEST_MIXED_ROWS = 4, 14336, 6
 """A warp that sends needs as long for a short row as for one of ROW_OF_A_SENDER bytes, so there are more where rows are
