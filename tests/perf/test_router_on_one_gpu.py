@@ -1,4 +1,7 @@
-"""The router's kernel in a CUDA graph: its time, and torch.compile's for the same formula. Logits are there already."""
+"""The router's kernel in a CUDA graph: its time, torch.compile's for the same formula, and FlashInfer's kernel's.
+
+Logits are there already.
+"""
 
 from __future__ import annotations
 
@@ -83,3 +86,28 @@ def test_the_router_is_quick_and_faster_than_torch_compile(name: str, tokens: in
     print(f"router {name} {tokens}: {took:.2f} us, torch.compile {compiled_us:.2f} us, {compiled_us / took:.1f} x")
     assert took <= BARS_US[tokens]
     assert compiled_us / took >= FASTER
+
+
+@pytest.mark.parametrize("tokens", [1, 16, 128, 1024, 4096])
+@pytest.mark.parametrize("name", ["deepseek_v3", "kimi_k2"])
+def test_the_router_beside_flashinfer(name: str, tokens: int) -> None:
+    """Their kernel takes the sigmoid forms, and writes to tensors that are there already."""
+    theirs: Any = pytest.importorskip("flashinfer.fused_moe").fused_topk_deepseek
+    form = FORMS[name]
+    bias, logits = torch.randn(form.experts, device="cuda") / 16, torch.randn(tokens, form.experts, device="cuda")
+    weights = torch.empty(tokens, form.topk, device="cuda")
+    ids = torch.empty(tokens, form.topk, dtype=torch.int32, device="cuda")
+    groups = form.groups, form.topk_groups
+
+    def choose() -> None:
+        theirs(logits, bias, *groups, form.topk, form.scale, weights, ids)
+
+    choose()
+    own_ids, own_weights = route(logits, form, bias)[:2]
+    order, own_order = ids.sort(dim=1), own_ids.sort(dim=1)
+    differ = (order.values != own_order.values).any(dim=1)
+    assert differ.sum() <= tokens // 1000  # where scores are equal but for rounding
+    found, own = (each.gather(1, at.indices)[~differ] for each, at in ((weights, order), (own_weights, own_order)))
+    torch.testing.assert_close(found, own, rtol=1e-4, atol=1e-6)
+    took, their_us = (us_of(call, 20) for call in (lambda: route(logits, form, bias), choose))
+    print(f"router {name} {tokens}: {took:.2f} us, flashinfer {their_us:.2f} us, {their_us / took:.2f} x")
