@@ -26,8 +26,8 @@ LEAST_TILES = 8
 piece, and the last piece is combined after the product. So pieces are few and the last one is small."""
 SMS_OF_TWO, MOST_SMS, SMS_PART = 8, 16, 8
 """The SMs that a product leaves to the combine: a part of all, no more than pays, on two ranks fewer. The product and
-its combine took 1813 us with 4 SMs, 1808 with 8 and 1863 with 16, after each other 1779, on two H200. On four they took
-1883 us with 8 SMs, 1824 with 16 and 1854 with 24, after each other 1906 (2026-11-27)."""
+its combine took 1762 us with 8 SMs and 1816 with 16, after each other 1753, on two H200. On four they took 1844 us with
+8 SMs, 1763 with 16 and 1807 with 24, after each other 1910 (2026-11-27)."""
 
 
 @dataclass(slots=True)

@@ -1,4 +1,4 @@
-"""Draws when each block of a combine and of a product began and ended, as the last line of an experiment has them."""
+"""Draws when each block of a combine and of a product began and ended, as a line of an experiment has them."""
 
 from __future__ import annotations
 
@@ -7,12 +7,16 @@ from itertools import pairwise
 
 from raymoe.report.figure import MARGIN, Sheet
 from raymoe.report.svg import Drawing, Key, compact, linear_ticks, safe
-from tests.unit.docs.derived_tables import BESIDE_PRODUCTS, json_lines
+from tests.unit.docs.derived_tables import TOLD_COMBINES, json_lines
 from tests.unit.docs.raw_lines import Line
 
 TITLE = "Combine and down product on one clock"
 PARTS = {"product": Key("product", "c0"), "exchange": Key("combine", "c1")}
-PANELS = {"in_turn": "One after the other", "beside": "Beside each other"}
+PANELS = {
+    "in_turn": "One after the other",
+    "beside": "A combine of other rows beside it",
+    "told": "The combine of its rows, in pieces",
+}
 WIDTH, ROW, LEFT, RIGHT = 350, 1.4, 2, 12
 """Of a drawing: as wide as a telephone, so that letters keep their size there."""
 
@@ -22,8 +26,9 @@ Row = list[tuple[str, Times]]
 
 
 def traced_line() -> Line:
-    line = json_lines(BESIDE_PRODUCTS)[-1]
-    assert str(line["op"]) == "trace of combine+down"
+    """The first trace: of experts with 16 bits."""
+    line = next(line for line in json_lines(TOLD_COMBINES) if line["op"] == "trace of combine+down")
+    assert line["dtype"] == "bfloat16"
     return line
 
 
@@ -33,19 +38,19 @@ def blocks_of(panel: str, part: str) -> list[Times]:
 
 
 def rows_of(panel: str) -> list[Row]:
-    """The blocks of a panel, at most one at a time in a row: first blocks by number, then those that had to wait.
+    """The blocks of a panel, at most one at a time in a row: first the rows that a block of the product begins.
 
-    The line does not name SMs. A block that had to wait stands after one of the exchange: the first after the first.
+    The line does not name SMs. A block that had to wait stands after the one that has ended last before it.
     """
-    exchange, product = (blocks_of(panel, part) for part in ("exchange", "product"))
-    if len(exchange) == len(product):
-        return [[("product", one), ("exchange", other)] for one, other in zip(product, exchange, strict=True)]
-    first_end = min(end for _, end in exchange)
-    waited = sorted(times for times in product if times[0] > first_end)
-    at_once: list[Row] = [[("product", times)] for times in product if times[0] <= first_end]
-    ended = sorted(exchange, key=lambda times: times[1])
-    after: list[Row] = [[("exchange", one), ("product", other)] for one, other in zip(ended, waited, strict=True)]
-    return at_once + after
+    rows: list[Row] = []
+    blocks = sorted((times, part) for part in PARTS for times in blocks_of(panel, part))
+    for (begin, end), part in blocks:
+        free = [row for row in rows if row[-1][1][1] <= begin]
+        if free:
+            max(free, key=lambda row: row[-1][1][1]).append((part, (begin, end)))
+        else:
+            rows.append([(part, (begin, end))])
+    return sorted(rows, key=lambda row: row[0][0] == "exchange")
 
 
 def last_end(panel: str) -> float:
@@ -62,14 +67,6 @@ def pause(panel: str) -> float:
     """The time from the last end of the product to the first begin of the exchange."""
     product, exchange = (blocks_of(panel, part) for part in ("product", "exchange"))
     return min(begin for begin, _ in exchange) - max(end for _, end in product)
-
-
-def reductions() -> tuple[list[Times], list[Times]]:
-    """The blocks of a combine after the product: of the local and of the final reduction, by the widest gap of ends."""
-    blocks = sorted(blocks_of("in_turn", "exchange"), key=lambda times: times[1])
-    gaps = [later[1] - former[1] for former, later in pairwise(blocks)]
-    border = gaps.index(max(gaps)) + 1
-    return blocks[:border], blocks[border:]
 
 
 def overlaps(rows: Sequence[Row]) -> list[Row]:
@@ -117,8 +114,8 @@ def blocks_figure() -> str:
         drawing = Drawing(WIDTH, len(rows_of(panel)) * ROW + 36, "".join(_elements(panel, most)))
         sheet.add_row([(f"{name}: {compact(last_end(panel))} µs", drawing)], WIDTH, 1)
     sheet.write(
-        f"A line for each block; lines touch. Beside each other, the combine has {line['sms']} SMs. "
-        "Which SM a block had was not stored: blocks that waited for one are drawn after the combine's in the order "
-        "of their begins. Times of one rank in one run are not the page's medians of the slower rank."
+        f"A line for each block; lines touch. Beside the product the combine has {line['sms']} SMs. "
+        "Which SM a block had was not stored: a block that waited for one is drawn after one that had ended. "
+        "Times of one rank in one run are not the page's medians of the slower rank."
     )
     return sheet.file(TITLE)

@@ -358,7 +358,7 @@ def losses_of_training() -> Cells:
     return rows
 
 
-BESIDE_PRODUCTS = "beside_products_h200x2.jsonl"
+BESIDE_PRODUCTS, TOLD_COMBINES = "beside_products_h200x2.jsonl", "combine_beside_product_h200.jsonl"
 FORMATS = {"bfloat16": "bf16", "float8_e4m3": "8 bits"}
 ONES = {"deepseek_v3": "DeepSeek-V3", "narrow": "4096 wide"}
 
@@ -385,10 +385,10 @@ def beside_products_of_four() -> Cells:
 def combines_that_are_told() -> Cells:
     """A product that tells its combine, by the SMs that it leaves to it."""
     rows = []
-    for line in json_lines("combine_beside_product_h200.jsonl"):
+    for line in json_lines(TOLD_COMBINES):
         if line["op"] == "combine+down":
             told = {sms: of_sms["told_us"] for sms, of_sms in line["beside"].items()}
-            times = [line["exchange_us"], line["product_us"], line["sum_us"], *map(told.get, ("4", "8", "16", "24"))]
+            times = [line["exchange_us"], line["product_us"], line["sum_us"], *map(told.get, ("8", "16", "24"))]
             shown = ["" if each is None else f"{each:.0f}" for each in (*times, line["gain_told_us"], line["gain_us"])]
             rows.append([f"{line['ranks']}, {FORMATS[line['dtype']]}", *shown])
     return rows
