@@ -89,11 +89,10 @@ def test_the_router_is_quick_and_faster_than_torch_compile(name: str, tokens: in
 
 
 @pytest.mark.parametrize("tokens", [1, 16, 128, 1024, 4096])
-@pytest.mark.parametrize("name", ["deepseek_v3", "kimi_k2"])
-def test_the_router_beside_flashinfer(name: str, tokens: int) -> None:
-    """Their kernel takes the sigmoid forms, and writes to tensors that are there already."""
+def test_the_router_beside_flashinfer(tokens: int) -> None:
+    """Their kernel writes to tensors that are there already."""
     theirs: Any = pytest.importorskip("flashinfer.fused_moe").fused_topk_deepseek
-    form = FORMS[name]
+    form = FORMS["deepseek_v3"]
     bias, logits = torch.randn(form.experts, device="cuda") / 16, torch.randn(tokens, form.experts, device="cuda")
     weights = torch.empty(tokens, form.topk, device="cuda")
     ids = torch.empty(tokens, form.topk, dtype=torch.int32, device="cuda")
@@ -110,4 +109,4 @@ def test_the_router_beside_flashinfer(name: str, tokens: int) -> None:
     found, own = (each.gather(1, at.indices)[~differ] for each, at in ((weights, order), (own_weights, own_order)))
     torch.testing.assert_close(found, own, rtol=1e-4, atol=1e-6)
     took, their_us = (us_of(call, 20) for call in (lambda: route(logits, form, bias), choose))
-    print(f"router {name} {tokens}: {took:.2f} us, flashinfer {their_us:.2f} us, {their_us / took:.2f} x")
+    print(f"router deepseek_v3 {tokens}: {took:.2f} us, flashinfer {their_us:.2f} us, {their_us / took:.2f} x")

@@ -148,6 +148,11 @@ def routers() -> Cells:
     return rows
 
 
+def routers_of_two_systems() -> Cells:
+    text = text_of("router_peers_h200.txt")
+    return [list(found) for found in re.findall(r"^router \w+ (\d+): ([\d.]+) us, flashinfer ([\d.]+) us", text, re.M)]
+
+
 def eager_calls() -> Cells:
     names = ("rms_norm", "add_rms_norm", "layer_norm", "swiglu", "swiglu with weights", "pointwise", "router")
     rows = []
@@ -492,6 +497,7 @@ DERIVED = [
     Derived("evidence/experiments/beside_products.md", "two H200, µs", beside_products),
     Derived("evidence/experiments/beside_products.md", "four H100, µs", beside_products_of_four),
     Derived("evidence/experiments/beside_products.md", "combine + down, SMs", combine_beside_down),
+    Derived("evidence/comparison.md", "router, tokens", routers_of_two_systems),
     Derived("evidence/experiments/beside_products.md", "GPUs, experts", combines_that_are_told),
     Derived("evidence/experiments/products.md", "H200, mean rows", beside_deep_gemm),
     Derived("evidence/experiments/products.md", "ratio of times", product_ratios),

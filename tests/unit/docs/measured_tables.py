@@ -231,14 +231,20 @@ SYSTEMS = ("ofyn", "deky", "adqj", "pcrd", "fjmv", "cisa")
 """The runs of bench_systems at one commit."""
 
 
-def all_systems(first: str, wire: str, layouts: tuple[str, ...]) -> Table:
+def all_systems(
+    first: str,
+    wire: str,
+    layouts: tuple[str, ...],
+    file: str = "bench_systems_h200x2",
+    runs: tuple[str, ...] = SYSTEMS,
+) -> Table:
     """All systems at one commit, with many and few tokens; and rows as 8-bit floats."""
     ops = {"dispatch": "dispatch", "combine": "combine", "both": "exchange"}
     columns = {}
     for layout in layouts:
         for name, op in ops.items():
             keys = {"layout": layout, "op": op, "l2": "cold", "wire": wire}
-            columns[f"{name} by {layout}"] = Column("bench_systems_h200x2", SYSTEMS, keys)
+            columns[f"{name} by {layout}"] = Column(file, runs, keys)
     return Table(COMPARISON, first, columns, tokens_system_and_sms)
 
 
@@ -364,6 +370,8 @@ TABLES = [
     few_tokens_by_system("tokens, system, SMs"),
     all_systems("tokens, system, SMs of two H200", "bfloat16", ("expert", "rank", "token")),
     all_systems("8-bit rows, system, SMs", "float8_e4m3/bfloat16", ("expert",)),
+    all_systems("later, tokens, system, SMs", "bfloat16", ("token",), "bench_systems_later_h200x2", ("pyes",)),
+    all_systems("later, 8-bit rows", "float8_e4m3/bfloat16", ("expert",), "bench_systems_later_h200x2", ("gdmq",)),
     nccl("dispatch", {"NCCL all-gather": "all_gather", "NCCL all-to-all": "all_to_all"}),
     nccl("combine", {"NCCL, all sums": "all_to_all_sums", "NCCL, wanted sums": "all_to_all"}),
     by_sms(SCALING, "SMs, 2× H200", "bench_sms_h200x2", "juoe"),
