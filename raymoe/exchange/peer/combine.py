@@ -179,8 +179,9 @@ def grid_of(
 ) -> CombineGrid:
     """Lay out one block of so many warps on each of `sms` SMs; `share` of the blocks reduce.
 
-    >>> grid_of(14336, 4096, 132, 231424, local_share(ranks=4, topk=8), WIDE)
-    CombineGrid(local_blocks=60, final_blocks=72, warps=16, local_warps=16, pieces=4, together=2, shared_bytes=132096)
+    >>> grid = grid_of(14336, 4096, 132, 231424, local_share(ranks=4, topk=8), WIDE)
+    >>> grid.local_blocks, grid.final_blocks, grid.local_warps, grid.pieces, grid.together
+    (60, 72, 16, 4, 2)
     >>> grid_of(14336, 16, 132, 231424).pieces, grid_of(16, 16, 132, 231424).pieces
     (7, 1)
     >>> grid_of(14336, 4096, 48, 231424).together, grid_of(14336, 4096, 24, 231424).pieces
