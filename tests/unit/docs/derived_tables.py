@@ -433,19 +433,6 @@ def hidden_on_more_gpus() -> Cells:
     return rows
 
 
-def combine_beside_down() -> Cells:
-    """DeepSeek-V3's combine beside its down product, by the SMs of the combine."""
-    rows = []
-    for line in json_lines(BESIDE_PRODUCTS):
-        if line["shape"] != "deepseek_v3" or line["op"] != "combine+down":
-            continue
-        for sms, times in line["beside"].items():
-            keys = ("exchange_us", "product_us", "both_us", "exchange_ends_us", "kept_off_us")
-            keys += ("parts_1024_us", "parts_512_us", "pieces_2_us", "pieces_4_us", "mhz")
-            rows.append([f"{FORMATS[line['dtype']]}, {sms}", *(f"{times[key]:.0f}" for key in keys)])
-    return rows
-
-
 def captured_layers() -> Cells:
     """A step of eight layers and what ran in one replay, in ms, on the rank where it is longer."""
     rows = []
@@ -496,7 +483,6 @@ DERIVED = [
     Derived("evidence/experiments/backends.md", "date", eager_runs),
     Derived("evidence/experiments/beside_products.md", "two H200, µs", beside_products),
     Derived("evidence/experiments/beside_products.md", "four H100, µs", beside_products_of_four),
-    Derived("evidence/experiments/beside_products.md", "combine + down, SMs", combine_beside_down),
     Derived("evidence/comparison.md", "router, tokens", routers_of_two_systems),
     Derived("evidence/experiments/beside_products.md", "GPUs, experts", combines_that_are_told),
     Derived("evidence/experiments/products.md", "H200, mean rows", beside_deep_gemm),
