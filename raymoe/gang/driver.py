@@ -266,7 +266,7 @@ class Driver:
             case sv.Action.RUN:
                 self.gang.run(self.finished)
             case sv.Action.ABORT:
-                self.gang.abort("the gang is being stopped")
+                self.gang.abort(sv.reason_to_stop(self.state))
             case sv.Action.CLOSE:
                 self.gang.close()
             case sv.Action.KILL:

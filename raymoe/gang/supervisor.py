@@ -288,6 +288,29 @@ def _clear(state: State) -> Decision:
     return replace(state, phase=Phase.CLEARING, verdict=verdict), (Action.KILL,)
 
 
+def reason_to_stop(state: State) -> str:
+    """Say why the ranks of a generation are stopped, for their logs.
+
+    >>> waits = {0: Failure("PeerTimeout", 5, "rank 0 waited 2.0 s for rank 1", peer=1)}
+    >>> reason_to_stop(State(ranks=2, restarts_left=1, failures=waits))
+    'the gang is being stopped: rank 0 waited 2.0 s for rank 1'
+    >>> reason_to_stop(State(ranks=2, restarts_left=1))
+    'the gang is being stopped'
+    """
+    said = ""
+    if state.verdict is not None:
+        said = state.verdict.message
+    elif state.failures:
+        said = _first_failure(state)[1].message
+    first_line = said.partition("\n")[0]
+    return f"the gang is being stopped: {first_line}" if first_line else "the gang is being stopped"
+
+
+def _first_failure(state: State) -> tuple[int, Failure]:
+    """Return a failure that is no consequence of another rank's, if there is one, and its rank."""
+    return min(state.failures.items(), key=lambda item: (item[1].kind == "Aborted", item[0]))
+
+
 def blame(state: State) -> Verdict:
     """Find the culprit where every failure may be a consequence: a rank that others waited for and that did not report.
 
@@ -302,7 +325,7 @@ def blame(state: State) -> Verdict:
     >>> blame(State(ranks=3, restarts_left=1, failures=waits)).culprit
     2
     """
-    rank, first = min(state.failures.items(), key=lambda item: (item[1].kind == "Aborted", item[0]))
+    rank, first = _first_failure(state)
     if first.kind == "WiringError":
         return Verdict(first.exit_code, first.message, first.kind, rank)
     awaited = [failure.peer for failure in state.failures.values() if failure.peer is not None]
