@@ -204,7 +204,9 @@ RUNS: dict[str, Run] = {
     "few, 2000 bytes": Run("few", spec={"hidden": 1000, "tokens": 9}),
     "few, float32": Run("few", spec={"hidden": 20, "dtype": "float32"}),
     **{
-        f"few, fp8 to {dtype}": Run("few", 3, spec={"wire": FP8, "dtype": dtype, "hidden": 264, "tokens": 9})
+        f"few, fp8 of {dtype}": Run(
+            "few", 3, spec={"wire": FP8, "output": "raw", "dtype": dtype, "hidden": 272, "tokens": 9}
+        )
         for dtype in ("bfloat16", "float16", "float32")
     },
     **{
@@ -216,7 +218,7 @@ RUNS: dict[str, Run] = {
     },
     "narrow few, fp8": Run("few", 3, narrow, spec={"wire": FP8, "output": "raw", "hidden": 272, "tokens": 40}),
     **{
-        f"{form} of few, fp8": Run("few", 3, form=form, spec={"wire": FP8, "hidden": 264})
+        f"{form} of few, fp8": Run("few", 3, form=form, spec={"wire": FP8, "output": "raw", "hidden": 272})
         for form in ("halves", "pairs")
     },
     **{f"few, rings of {stages}": Run("few", 2, deep(stages), spec={"tokens": 48}) for stages in (1, 5)},

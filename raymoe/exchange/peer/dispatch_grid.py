@@ -202,11 +202,9 @@ def is_mixed(sms: int, rows: Rows) -> bool:
     >>> rows = Rows(14336, 14336, tokens=4096, topk=8, experts=256, ranks=2, placed=True)
     >>> [is_mixed(sms, rows) for sms in (8, 32, 48)], is_mixed(48, replace(rows, placed=False))
     ([True, True, False], True)
-    >>> [is_mixed(sms, replace(rows, fp8=True)) for sms in (64, 80)], is_mixed(8, replace(rows, dequantised=True))
-    ([True, False], False)
+    >>> [is_mixed(sms, replace(rows, fp8=True)) for sms in (64, 80)]
+    [True, False]
     """
-    if rows.dequantised:
-        return False
     if not rows.placed:
         return sms <= MOST_MIXED_SMS_BY_RANK
     return sms <= (MOST_MIXED_SMS_FP8 if rows.fp8 else MOST_MIXED_SMS)
@@ -227,7 +225,7 @@ class Division:
 def mixed(rows: Rows, grid: DispatchGrid, sms: int, shared_bytes: int) -> DispatchGrid:
     """Return the grid in which every block sends and places, or `grid` where that cannot be.
 
-    Of long rows too few fit on an SM.
+    Of long rows too few fit on an SM, and of rows that are dequantised, which need a whole row more for each warp.
 
     >>> def warps(ranks: int, hidden: int, placed: bool = True) -> tuple[int, ...]:
     ...     rows = Rows(2 * hidden, 2 * hidden, tokens=4096, topk=8, experts=256, ranks=ranks, placed=placed)
@@ -240,7 +238,7 @@ def mixed(rows: Rows, grid: DispatchGrid, sms: int, shared_bytes: int) -> Dispat
     """
     before = _before_rings(rows)
     room = shared_bytes - before
-    if ring_memory(FEWEST_MIXED_ROWS, rows.slot_bytes) > room:
+    if rows.dequantised or ring_memory(FEWEST_MIXED_ROWS, rows.slot_bytes) > room:
         return grid
     if rows.fp8:
         return _mixed_fp8(rows, grid, sms, shared_bytes)
@@ -282,16 +280,16 @@ def _mixed_fp8(rows: Rows, grid: DispatchGrid, sms: int, shared_bytes: int) -> D
     ((5, 3, 6, 8, 1), (7, 5, 12, 1, 4))
     """
     division = PLACING_FP8 if rows.placed else STAYING_FP8
-    before, whole = _before_rings(rows), _whole_lines(rows.row_bytes) if rows.dequantised else 0
+    before = _before_rings(rows)
     room = shared_bytes - before
     quantising, stages = quantising_warps(
         int(room * division.sending), rows.row_bytes, rows.slot_bytes, division.senders
     )
     sending = quantising_bytes(quantising, stages, rows.row_bytes, rows.slot_bytes)
     placement_warps, placement_stages = warps_of(
-        room - sending, rows.slot_bytes, division.placement_warps, division.placement_stages, extra=whole
+        room - sending, rows.slot_bytes, division.placement_warps, division.placement_stages
     )
-    placing = before + placement_warps * (ring_memory(placement_stages, rows.slot_bytes) + whole)
+    placing = before + placement_warps * ring_memory(placement_stages, rows.slot_bytes)
     return replace(
         grid,
         senders=sms,
