@@ -297,6 +297,8 @@ class ExchangeSection(Section):
     """A plain name sets dispatch."""
     output: Literal["raw", "dequantised"] = Field(default="dequantised", examples=["raw"])
     """Result of dispatch: values and scales (raw), or rows in shape.dtype."""
+    quantised: bool = Field(default=False, examples=[True])
+    """Whether dispatch takes rows as 8-bit floats with scales, as a norm can give them, and quantises none."""
     net: NetSection = Field(default=NetSection(), examples=[{"chunk": 512}])
     """The network between domains of GPU ranks."""
 

@@ -101,13 +101,17 @@ def test_every_kind_of_routing_is_verified(ranks, routing):
     assert all((line["bytes_wire"] == 0) == (routing == {"masked": 1.0}) for line in lines)
 
 
-@pytest.mark.parametrize(("output", "layout"), [("raw", "expert"), ("raw", "rank"), ("dequantised", "expert")])
-def test_float8_moves_fewer_bytes_to_the_experts_and_as_many_home(ranks, output, layout):
+@pytest.mark.parametrize(
+    ("output", "layout", "quantised"),
+    [("raw", "expert", False), ("raw", "expert", True), ("raw", "rank", False), ("dequantised", "expert", False)],
+)
+def test_float8_moves_fewer_bytes_to_the_experts_and_as_many_home(ranks, output, layout, quantised):
     both = [
         lines_of(ranks, job(RANKS, exchange={"backend": "fused", "layout": layout, **wire}))
-        for wire in ({}, {"wire": {"dispatch": "float8_e4m3"}, "output": output})
+        for wire in ({}, {"wire": {"dispatch": "float8_e4m3"}, "output": output, "quantised": quantised})
     ]
     for plain, fp8 in zip(*both, strict=True):
+        assert fp8["leaves_out"] == ("quantisation" if quantised and fp8["op"] != "combine" else None)
         assert fp8["verified"] and 1e-3 < fp8["max_error"] <= 6e-2
         assert fp8["wire"] == "float8_e4m3/bfloat16"
         share = fp8["bytes_wire"] / plain["bytes_wire"]

@@ -13,6 +13,7 @@ from raymoe.exchange.backend import Dispatched
 from raymoe.exchange.exchange import Exchange
 from raymoe.exchange.peer.workspace import Workspace
 from raymoe.exchange.spec import COPY_ENGINE
+from raymoe.fp8 import quantise
 from raymoe.memory.world import World
 from raymoe.moe.weights import generator
 from raymoe.workload.clock import OpClock, TimedOp, Work, calls_of
@@ -45,14 +46,19 @@ class GpuExchangeStep:
         inputs: Inputs,
         graph: Literal["auto"] | bool,
         traced: Workspace | None = None,
+        quantised: bool = False,
     ) -> None:
-        """`traced` is the workspace of the exchange, if its kernels record their times."""
+        """`traced` is the workspace of the exchange, if its kernels record their times.
+
+        `quantised`: rows are 8-bit floats with scales before the clock starts.
+        """
         self.world, self.exchange, self.inputs, self._traced = world, exchange, inputs, traced
         spec = exchange.spec
         self.experts = AffineExperts(spec.hidden, inputs.dtype, inputs.routing.seed)
         self.slots = ExpertsOfSlots(self.experts, exchange)
         first = inputs.at(0)
         self.batch = Batch(first.x.clone(), first.ids.clone(), first.weights.clone())
+        self._x = quantise(first.x) if quantised else self.batch.x
         self.y = torch.empty_like(first.x)
         # Combine sends these on steps that are not verified.
         self.rows = torch.empty(spec.rows(world.size), spec.hidden, dtype=inputs.dtype, device=world.device)
@@ -136,13 +142,13 @@ class GpuExchangeStep:
         self.clock.close()
 
     def _dispatch(self) -> None:
-        self.dispatched = self.exchange.dispatch(self.batch.x, self.batch.ids, self.batch.weights)
+        self.dispatched = self.exchange.dispatch(self._x, self.batch.ids, self.batch.weights)
 
     def _combine(self) -> None:
         self._combine_of(self.dispatched)
 
     def _both(self) -> None:
-        self._combine_of(self.exchange.dispatch(self.batch.x, self.batch.ids, self.batch.weights))
+        self._combine_of(self.exchange.dispatch(self._x, self.batch.ids, self.batch.weights))
 
     def _combine_of(self, dispatched: Dispatched) -> None:
         self.exchange.combine(self.rows, dispatched, weighted=not self.exchange.spec.by_token, out=self.y)
@@ -173,6 +179,9 @@ class GpuExchangeStep:
     def _take(self, batch: Batch) -> None:
         """Copy tokens and routing to the memory that graphs read."""
         self.batch.x.copy_(batch.x)
+        if isinstance(self._x, tuple):
+            for memory, values in zip(self._x, quantise(batch.x), strict=True):
+                memory.copy_(values)
         self.batch.ids.copy_(batch.ids)
         self.batch.weights.copy_(batch.weights)
 

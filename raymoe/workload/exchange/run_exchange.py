@@ -43,6 +43,8 @@ from raymoe.workload.progress import Progress, step_listener
 from raymoe.workload.traffic import domain_keys, expert_load, traffic_of, work_of
 
 ROW_PUSH, NCCL_BARE = "row_push", "nccl_bare"
+SENDING, QUANTISATION = ("dispatch", "exchange"), "quantisation"
+"""The operations that send rows to experts, and what they leave out where rows are quantised before."""
 
 
 class TracedStep(WorkloadStep, Protocol):
@@ -93,6 +95,7 @@ def run_exchange(case: Case, world: World, progress: Callable[[Progress], None])
         | keys
         | {"gbps_link": limits.get(op)}
         | {"l2": l2, "timeline": timelines.get(op) if l2 == "cold" else None}
+        | ({"leaves_out": QUANTISATION} if op in SENDING and job.exchange.quantised else {})
         | {"runs": runs_of(spec.tokens, keys.get("graph"), l2)}
         | host_times(samples, index)
         | domain_keys(world, spec, op)
@@ -139,7 +142,9 @@ def _opening(
         exchange = stack.enter_context(Exchange(world, spec, section.backend, workspace=traced, **limits))
         if placement is not None:
             exchange.place(placement)
-        yield stack.enter_context(closing(GpuExchangeStep(world, exchange, inputs, steps.graph, traced)))
+        yield stack.enter_context(
+            closing(GpuExchangeStep(world, exchange, inputs, steps.graph, traced, section.quantised))
+        )
 
 
 class ExchangeStep:
