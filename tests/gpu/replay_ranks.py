@@ -25,7 +25,7 @@ from raymoe.moe.layer import LayerForm, MoELayer
 from raymoe.moe.router_formulas import RouterForm
 from raymoe.rows.elementwise import add
 
-HIDDEN, FFN, TOPK = 512, 256, 3
+FFN, TOPK = 256, 3
 SMS, PARTS, BATCHES, CAPTURES, COMPARED_EVERY, ASKED_EVERY = 16, 2, 4, 3, 100, 1000
 """SMs of the exchange; parts of `microbatches`; different rows; captures of each step, with other delays inside;
 replays between comparisons by the host; replays between looks at the clock."""
@@ -41,6 +41,9 @@ class Replays:
     of_each: int
     tokens: int
     experts_dtype: str | None = None
+    hidden: int = 512
+    piece_tiles: int = 1
+    """Tiles side by side in a piece, where a combine runs beside its product."""
     few: bool = True
     seconds: float = 60.0
     seed: int = 7
@@ -60,15 +63,16 @@ class LayerSteps:
             residual=True,
             experts_dtype=asked.experts_dtype,
         )
-        spec = ExchangeSpec(asked.tokens, HIDDEN, experts, topk=TOPK, depth=0)
+        spec = ExchangeSpec(asked.tokens, asked.hidden, experts, topk=TOPK, depth=0)
         many = mock.patch("raymoe.exchange.peer.workspace.FEW_TOKENS", 0)
-        with nullcontext() if asked.few else many, mock.patch.object(column_pieces, "LEAST_TILES", 1):
+        pieces = mock.patch.object(column_pieces, "LEAST_TILES", asked.piece_tiles)
+        with nullcontext() if asked.few else many, pieces:
             sms = SMS if world.device.type == "cuda" else "auto"
             self.layer = MoELayer(world, spec, form, sms=sms, seed=asked.seed).eval()
         rows, dtype = asked.tokens - 7 * world.rank, torch.bfloat16
         generator = torch.Generator().manual_seed(10 * asked.seed + world.rank)
-        self.batches = torch.randn(BATCHES, rows, HIDDEN, generator=generator).to(world.device, dtype)
-        self.x, self.y = (torch.zeros(rows, HIDDEN, dtype=dtype, device=world.device) for _ in range(2))
+        self.batches = torch.randn(BATCHES, rows, asked.hidden, generator=generator).to(world.device, dtype)
+        self.x, self.y = (torch.zeros(rows, asked.hidden, dtype=dtype, device=world.device) for _ in range(2))
         self.rng = np.random.default_rng((asked.seed, world.rank, 1))
 
     def run(self, step: str) -> None:

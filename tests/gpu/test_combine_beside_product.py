@@ -141,7 +141,8 @@ def test_a_layer_gives_the_same_bits_with_its_combine_beside_its_product(ranks, 
 @pytest.mark.skipif(GPUS < 2, reason=f"ranks that share a GPU wait 5 ms for each other; {GPUS} here")
 @pytest.mark.parametrize("experts_dtype", [None, FP8])
 def test_10000_replays_beside_other_kernels_give_the_bits_of_the_first(ranks, experts_dtype):
-    asked = Replays(10_000, tokens=256, few=False, experts_dtype=experts_dtype, steps=("overlap",))
+    # Pieces of 2, 2 and 1 tiles.
+    asked = Replays(10_000, 256, experts_dtype=experts_dtype, hidden=1280, piece_tiles=2, few=False, steps=("overlap",))
     found = ranks.run(2, replay_many, asked)
     facts = {"gpu": torch.cuda.get_device_name(), "torch": torch.__version__, "date": time.strftime("%Y-%m-%d")}
     print(json.dumps({"op": "replays", **asdict(asked), "ranks": found, "commit": commit(), **facts}), flush=True)

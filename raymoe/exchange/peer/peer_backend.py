@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from struct import Struct
-from typing import Any
+from typing import Any, cast
 
 import torch
 
@@ -20,8 +20,8 @@ from raymoe.errors import CaptureError, ConfigError
 from raymoe.exchange.backend import Dispatched, EntryPlaces, Ids, Tokens
 from raymoe.exchange.packed_refusal import PackedRefusal
 from raymoe.exchange.peer.build import Build, refuse
-from raymoe.exchange.peer.column_pieces import WORDS, ColumnPieces, sms_beside, tiles_of_piece
-from raymoe.exchange.peer.combine import CombineCall
+from raymoe.exchange.peer.column_pieces import TILE_VECTORS, WORDS, ColumnPieces, sms_beside
+from raymoe.exchange.peer.combine import CombineCall, CombineParams
 from raymoe.exchange.peer.dispatch import DispatchCall, DispatchSummary, RefusalRecord
 from raymoe.exchange.peer.kernel_result import KernelDispatched, Metadata, SavedMetadata
 from raymoe.exchange.peer.table import AnyStage, BackendKind, Stage
@@ -182,7 +182,8 @@ class PeerBackend:
             words = torch.zeros(WORDS, dtype=torch.int64, device=self.world.device)
             (stage,) = self.table.combine_beside_product
             sms = sms_beside(stage.shape.blocks, self.world.size)
-            self._pieces = ColumnPieces(words, 0, self.spec.hidden, tiles_of_piece(self.spec.hidden), sms)
+            tiles = cast(CombineParams, stage.params).stored_vectors // TILE_VECTORS
+            self._pieces = ColumnPieces(words, 0, self.spec.hidden, tiles, sms)
         number = got.saved(SavedMetadata).address + self._metadata.at["summary"] + _NUMBER_AT
         return replace(self._pieces, dispatch=number)
 
