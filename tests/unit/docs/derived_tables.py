@@ -324,7 +324,14 @@ def product_ratios() -> Cells:
 
 
 HOST_STEPS = {"torchtitan": "torchtitan_step_h200x2.txt", "Megatron-Core": "megatron_step_h200x2.txt"}
-HOST_COLUMNS = ("{} all-gather", "{} all-to-all", "raymoe", "raymoe, capacity 1.5", "raymoe, capacity 1.5, captured")
+HOST_COLUMNS = (
+    "{} all-gather",
+    "{} all-to-all",
+    "{} DeepEP",
+    "raymoe",
+    "raymoe, capacity 1.5",
+    "raymoe, capacity 1.5, captured",
+)
 
 
 def host_steps(host: str) -> Mapping[str, Mapping[str, Any]]:
