@@ -11,7 +11,7 @@ from raymoe.report.plots import figures
 from raymoe.report.results import Line, decode, displayed
 from tests.python_path import REPOSITORY
 from tests.unit.docs.blocks_figure import blocks_figure
-from tests.unit.docs.systems_figure import systems_figure
+from tests.unit.docs.systems_figure import over_sms_figure, systems_figure
 
 FOLDER = REPOSITORY / "docs" / "figures"
 BY_HAND = {"step-timeline-h200x2.svg", "how-it-works.svg", "rows-by-expert.svg"}
@@ -50,7 +50,6 @@ FIGURES = {
     "combine-h200x2": ("combine", TWO),
     "dispatch-h200x4": ("dispatch", FOUR),
     "combine-h200x4": ("combine", FOUR),
-    "dispatch-sms-h200x2": ("dispatch-sms", (Source("bench_sms_h200x2", "juoe"),)),
     "dispatch-timeline-h200x2": ("dispatch-timeline", (Source("bench_trace_h200x2", "ziqr"),)),
     "combine-timeline-h200x2": ("combine-timeline", (Source("bench_trace_h200x2", "ziqr"),)),
     "layer-parts-h200": ("layer-parts", (Source("layer_h200", "nbla"),)),
@@ -65,6 +64,7 @@ FIGURES = {
 
 NARROW: Mapping[str, Callable[[], str]] = {
     "systems-sms-h200x2": systems_figure,
+    "sms-h200x2": over_sms_figure,
     "combine-down-blocks-h200x2": blocks_figure,
 }
 """Figures that no report has, in one column for telephones, and what draws each."""

@@ -196,56 +196,82 @@ def by_sms(page: str, first: str, file: str, run: str) -> Table:
     return Table(page, first, columns, sms)
 
 
-def at_equal_sms(first: str, layout: str, count: int) -> Table:
-    file, runs = ("bench_systems_h200x2", SYSTEMS) if count == 4096 else ("bench_systems_h100x2", ("urwd", "yhkm"))
+SYSTEMS = (
+    *("vvdk", "qrfo", "qlfc", "umwx", "wxyy", "zmsv", "atfz"),
+    *("nyio", "zxii", "vftt", "qtub", "dcyp", "tvap", "esfm"),
+)
+"""The runs of bench_systems at one commit."""
+OPERATIONS = {"dispatch": "dispatch", "combine": "combine", "both": "exchange"}
 
-    def column(backend: str, op: str, layout: str = layout) -> Column:
-        keys = {"backend": backend, "op": op, "layout": layout, "tokens": count, "l2": "cold", "wire": "bfloat16"}
-        return Column(file, runs, keys)
+
+def by_one_clock(**keys: object) -> Column:
+    """Cold times of bench_systems on two H200, of bfloat16 rows by expert unless `keys` say otherwise."""
+    return Column("bench_systems_h200x2", SYSTEMS, {"layout": "expert", "l2": "cold", "wire": "bfloat16", **keys})
+
+
+def both_by_system(first: str) -> Table:
+    """A dispatch and its combine together; the low latency of NCCL EP takes few tokens."""
+
+    def both(backend: str, sms: str) -> Column:
+        return by_one_clock(op="exchange", backend=backend, **{"case sms": sms})
 
     columns = {
-        "dispatch `fused`": column("fused", "dispatch"),
-        "dispatch `deepep_v2`": column("deepep_v2", "dispatch"),
-        "combine `fused`": column("fused", "combine"),
-        "combine `deepep_v2`": column("deepep_v2", "combine"),
+        "raymoe": both("fused", "auto"),
+        "DeepEP V2": both("deepep_v2", "auto"),
+        "raymoe, 24 SMs": both("fused", "24"),
+        "DeepEP V2, 24 SMs": both("deepep_v2", "24"),
+        "NCCL EP, low latency, 24 SMs": both("nccl_ep_ll", "24"),
+        "NCCL EP, 24 SMs": both("nccl_ep", "24"),
     }
+    return Table(COMPARISON, first, columns, tokens)
+
+
+def at_equal_sms(first: str, layout: str) -> Table:
+    def column(backend: str, op: str, layout: str = layout) -> Column:
+        return by_one_clock(backend=backend, op=op, layout=layout, tokens=4096)
+
+    columns = {f"{op} `{name}`": column(name, op) for op in ("dispatch", "combine") for name in ("fused", "deepep_v2")}
     if layout == "rank":
-        by_token = {f"{op} `fused` by token": column("fused", op, "token") for op in ("dispatch", "combine")}
-        columns |= by_token
+        columns |= {f"{op} `fused` by token": column("fused", op, "token") for op in ("dispatch", "combine")}
     return Table(COMPARISON, first, columns, sms)
 
 
-def few_tokens_by_system(first: str) -> Table:
-    """Each system at 24 SMs and at its own choice, both layouts side by side."""
-    file, runs = "bench_systems_few_h200x2", ("pqte", "kjas")
-
-    def column(layout: str, op: str) -> Column:
-        return Column(file, runs, {"layout": layout, "op": op, "l2": "cold"})
-
-    ops = {"dispatch": "dispatch", "combine": "combine", "both": "exchange"}
-    columns = {f"{name} by {layout}": column(layout, op) for layout in ("expert", "rank") for name, op in ops.items()}
+def all_systems(first: str) -> Table:
+    """All systems at one commit, with many and few tokens."""
+    columns = {
+        f"{name} by {layout}": by_one_clock(layout=layout, op=op)
+        for layout in ("expert", "rank", "token")
+        for name, op in OPERATIONS.items()
+    }
     return Table(COMPARISON, first, columns, tokens_system_and_sms)
 
 
-SYSTEMS = ("ofyn", "deky", "adqj", "pcrd", "fjmv", "cisa")
-"""The runs of bench_systems at one commit."""
+def rows_of_8_bits(first: str) -> Table:
+    """Rows that are quantised in the dispatch, and before the clock starts, as DeepEP takes them."""
+
+    def column(op: str, backend: str, leaves_out: str | None) -> Column:
+        return by_one_clock(op=op, backend=backend, leaves_out=leaves_out, wire="float8_e4m3/bfloat16")
+
+    before = "quantisation"
+    columns = {
+        "dispatch `fused`": column("dispatch", "fused", None),
+        "quantised before": column("dispatch", "fused", before),
+        "`deepep_v2`": column("dispatch", "deepep_v2", before),
+        "both `fused`": column("exchange", "fused", None),
+        "both, quantised before": column("exchange", "fused", before),
+        "both `deepep_v2`": column("exchange", "deepep_v2", f"{before}, weights"),
+    }
+    return Table(COMPARISON, first, columns, sms)
 
 
-def all_systems(
-    first: str,
-    wire: str,
-    layouts: tuple[str, ...],
-    file: str = "bench_systems_h200x2",
-    runs: tuple[str, ...] = SYSTEMS,
-) -> Table:
-    """All systems at one commit, with many and few tokens; and rows as 8-bit floats."""
-    ops = {"dispatch": "dispatch", "combine": "combine", "both": "exchange"}
-    columns = {}
-    for layout in layouts:
-        for name, op in ops.items():
-            keys = {"layout": layout, "op": op, "l2": "cold", "wire": wire}
-            columns[f"{name} by {layout}"] = Column(file, runs, keys)
-    return Table(COMPARISON, first, columns, tokens_system_and_sms)
+def on_two_h100(first: str) -> Table:
+    keys = {"layout": "expert", "tokens": 1024, "l2": "cold"}
+    columns = {
+        f"{op} `{name}`": Column("bench_systems_h100x2", ("urwd", "yhkm"), {**keys, "backend": name, "op": op})
+        for op in ("dispatch", "combine")
+        for name in ("fused", "deepep_v2")
+    }
+    return Table(ARCHIVE, first, columns, sms)
 
 
 def zipf(page: str, first: str, file: str, run: str) -> Table:
@@ -364,17 +390,14 @@ TABLES = [
     copies("evidence/links.md", "both at once", "p2p_h200x2", "awho", "all_to_all"),
     overlap("evidence/overlap.md", "`sms`, 2× H200", "bench_overlap_h200x2", "wiii"),
     systems(COMPARISON, "tokens, 2× H200", "bench_exchange_h200x2", "csun"),
-    at_equal_sms("SMs, 4096 tokens by expert", "expert", 4096),
-    at_equal_sms("SMs, 4096 tokens by rank", "rank", 4096),
-    at_equal_sms("SMs, 1024 tokens by expert", "expert", 1024),
-    few_tokens_by_system("tokens, system, SMs"),
-    all_systems("tokens, system, SMs of two H200", "bfloat16", ("expert", "rank", "token")),
-    all_systems("8-bit rows, system, SMs", "float8_e4m3/bfloat16", ("expert",)),
-    all_systems("later, tokens, system, SMs", "bfloat16", ("token",), "bench_systems_later_h200x2", ("pyes",)),
-    all_systems("later, 8-bit rows", "float8_e4m3/bfloat16", ("expert",), "bench_systems_later_h200x2", ("gdmq",)),
+    both_by_system("both operations, tokens"),
+    at_equal_sms("SMs, 4096 tokens by expert", "expert"),
+    at_equal_sms("SMs, 4096 tokens by rank", "rank"),
+    all_systems("tokens, system, SMs of two H200"),
+    rows_of_8_bits("8-bit rows, SMs"),
     nccl("dispatch", {"NCCL all-gather": "all_gather", "NCCL all-to-all": "all_to_all"}),
     nccl("combine", {"NCCL, all sums": "all_to_all_sums", "NCCL, wanted sums": "all_to_all"}),
-    by_sms(SCALING, "SMs, 2× H200", "bench_sms_h200x2", "juoe"),
+    by_sms(SCALING, "SMs, 2× H200", "bench_sms_h200x2", "jiyo"),
     zipf(SCALING, "tokens, zipf, 2× H200", "bench_zipf_h200x2", "ypox"),
     rows_by_system("4096 rows", 4096),
     rows_by_system("128 rows", 128),
@@ -452,5 +475,6 @@ TABLES = [
     # The archive.
     performance(ARCHIVE, "tokens, 4× H200", "bench_exchange_h200x4", "unnt"),
     systems(ARCHIVE, "tokens by system, 4× H200", "bench_exchange_h200x4", "gxgs"),
+    on_two_h100("SMs of two H100, 1024 tokens"),
     copies(ARCHIVE, "all four, each to three", "p2p_h200x4", "yapr", "all_to_all"),
 ]

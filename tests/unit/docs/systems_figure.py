@@ -1,11 +1,11 @@
-"""Draws raymoe beside DeepEP at equal numbers of SMs, out of a table of docs/evidence/comparison.md."""
+"""Draws raymoe beside DeepEP over the SMs that they may take: as bars of a table of comparison.md, and as curves."""
 
 from __future__ import annotations
 
 from raymoe.report.figure import MARGIN, Sheet, how_and_where, run_names
-from raymoe.report.svg import Bar, BarChart, BarSegment, Key, bar_chart, compact
+from raymoe.report.svg import Axis, Bar, BarChart, BarSegment, Chart, Curve, Key, Point, bar_chart, compact, line_chart
 from tests.unit.docs.measured_tables import TABLES, Table
-from tests.unit.docs.raw_lines import Column, Line
+from tests.unit.docs.raw_lines import Column, Line, date_of
 
 TITLE = "At equal numbers of SMs"
 SYSTEMS = {"fused": Key("raymoe, fused", "c0"), "deepep_v2": Key("DeepEP V2", "c1")}
@@ -74,3 +74,51 @@ def systems_figure() -> str:
         "system takes if none are set."
     )
     return sheet.file(TITLE)
+
+
+# Curves over SMs: an earlier commit, a later one, and DeepEP.
+
+BEFORE, AFTER = "juoe", "jiyo"
+"""The ends of the names of two runs of bench_sms."""
+
+
+def swept(run: str, op: str) -> dict[int, Line]:
+    """The lines of a run of bench_sms with rows by expert, by their number of SMs."""
+    keys = {"layout": "expert", "op": op, "l2": "cold"}
+    return {int(line["sms"]): line for line in Column("bench_sms_h200x2", run, keys).lines({})}
+
+
+def deepep(op: str) -> dict[int, Line]:
+    return {int(cell): line_at(op, "deepep_v2", cell) for cell in shared_sms() if cell != "auto"}
+
+
+def curves_over_sms(op: str) -> dict[str, dict[int, Line]]:
+    """By label: what a panel of the figure shows."""
+    before, after = (swept(run, op) for run in (BEFORE, AFTER))
+    days = [f"raymoe, {date_of(next(iter(lines.values())))}" for lines in (before, after)]
+    return {days[0]: before, days[1]: after, "DeepEP V2": deepep(op)}
+
+
+def over_sms_figure() -> str:
+    """Return the file: a panel for each operation, one below the other."""
+    panels = {op: curves_over_sms(op) for op in OPERATIONS}
+    lines = [line for curves in panels.values() for points in curves.values() for line in points.values()]
+    sheet = Sheet(PHONE + 2 * MARGIN)
+    title = "Over SMs, before and after"
+    sheet.write(title, 15, "title")
+    sheet.write(f"{lines[0]['tokens']} tokens a rank, rows by expert. {how_and_where(lines)}")
+    sheet.write(run_names(sorted({line["run"] for line in lines})))
+    drawn = {
+        op: [
+            Curve(label, [Point(sms, line["us_p50"]) for sms, line in sorted(points.items())], style)
+            for style, (label, points) in enumerate(curves.items())
+        ]
+        for op, curves in panels.items()
+    }
+    sheet.add_legend(drawn[OPERATIONS[0]])
+    x = Axis("SMs", log=True, write=lambda value: f"{value:.0f}")
+    for op, curves in drawn.items():
+        picture = line_chart(Chart(op, x, Axis("µs, slowest rank", log=True), curves), (PHONE, 260))
+        sheet.add_row([(op.capitalize(), picture)], PHONE, 1)
+    sheet.write("Medians, with cold caches: less is better.")
+    return sheet.file(title)
