@@ -1,4 +1,4 @@
-"""Time the rows of the vLLM adapter beside an all-gather and a reduce-scatter, which vLLM takes by default. Needs no vLLM.
+"""Time the rows of the vLLM adapter beside the all-gather and reduce-scatter that vLLM takes by default, without vLLM.
 
     torchrun --nproc-per-node 2 -m tests.perf.vllm_rows --out vllm_rows.jsonl
 

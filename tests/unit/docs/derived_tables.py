@@ -323,6 +323,7 @@ def product_ratios() -> Cells:
     return rows
 
 
+VLLM_WAYS = ("expert", "token", "all-gather")
 HOST_STEPS = {"torchtitan": "torchtitan_step_h200x2.txt", "Megatron-Core": "megatron_step_h200x2.txt"}
 HOST_COLUMNS = (
     "{} all-gather",
@@ -353,6 +354,15 @@ def steps_of_hosts() -> Cells:
             cells.append("{} ({} to {})".format(*ms) if ms else "")
         rows.append(cells)
     return rows
+
+
+def rows_of_vllm() -> Cells:
+    """Medians in µs of the way to the experts and back, and to the experts alone, by layout and by NCCL's calls."""
+    return [
+        [str(line["tokens"])]
+        + [f"{median(line['us'][f'{way}, {part}']):.1f}" for part in ("both", "bring") for way in VLLM_WAYS]
+        for line in json_lines("vllm_rows_h100x2.jsonl")
+    ]
 
 
 def losses_of_training() -> Cells:
@@ -472,6 +482,7 @@ def fp8_forward() -> Cells:
 DERIVED = [
     Derived("layer.md", "weights of a rank, MiB", bytes_of_8_bit_layers),
     Derived("frameworks.md", "host, commit, ms", steps_of_hosts),
+    Derived("frameworks.md", "tokens of a rank", rows_of_vllm),
     Derived("training.md", "ranks, way", losses_of_training),
     Derived("evidence/scaling.md", "two H200, µs", lines_over_tokens),
     Derived("evidence/scaling.md", "on paper, µs", hidden_on_more_gpus),

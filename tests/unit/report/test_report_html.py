@@ -260,6 +260,7 @@ OTHER_LINES = (
     "shared_fp8_",
     "sm_probe_",
     "train_losses_",
+    "vllm_rows_",
 )
 """Files whose lines are not those of a run."""
 BENCHMARKS = sorted(
