@@ -22,6 +22,10 @@ collect_ignore_glob = [
 ]
 
 
+BROKEN_BY_VLLM = ("torchvision", "torchaudio", "torchcodec")
+"""Packages that vLLM for CPUs brings, in builds for CUDA. transformers imports those that are there."""
+
+
 def last_line(text: str) -> str:
     return (text.strip().splitlines() or ["no message"])[-1]
 
