@@ -19,8 +19,10 @@ from raymoe.exchange.backend import Dispatched, Tokens
 from raymoe.exchange.exchange import Exchange
 from raymoe.exchange.shared import SharedExchanges
 from raymoe.exchange.spec import ExchangeSpec
+from raymoe.fp8 import quantise
 from raymoe.memory.member import Member
 from raymoe.memory.world import World
+from raymoe.moe.grouped import grouped_linear, grouped_swiglu
 
 
 @dataclass(frozen=True)
@@ -31,13 +33,15 @@ class Options:
     32
     >>> Options.of({"sm": 32})
     Traceback (most recent call last):
-    raymoe.errors.ConfigError: the options of raymoe have 'sm'; there are backend, sms, layout, timeout_s
+    raymoe.errors.ConfigError: the options of raymoe have 'sm'; there are backend, sms, experts, layout, timeout_s
     """
 
     backend: str = "auto"
     """The backend of the exchange: auto, fused, staged and so on."""
     sms: int | str = "auto"
     """The SMs of a GPU that its kernels may take."""
+    experts: str = "vllm"
+    """`vllm`: the experts that vLLM chooses. `raymoe`: products that pay for the rows that came, `layout: expert`."""
     layout: str = "expert"
     """`expert`: a row for each token and expert. `token`: a row for each token, once a rank. That needs a K-th of the
     memory for rows, and a second dispatch for ids and weights."""
@@ -47,6 +51,10 @@ class Options:
     def __post_init__(self) -> None:
         if self.layout not in ("expert", "token"):
             raise ConfigError(f"layout is {self.layout!r}; it is expert or token")
+        if self.experts not in ("vllm", "raymoe"):
+            raise ConfigError(f"experts is {self.experts!r}; it is vllm or raymoe")
+        if self.experts == "raymoe" and self.layout != "expert":
+            raise ConfigError("raymoe's experts take rows expert by expert: leave out layout")
         if self.backend not in BACKENDS:
             raise ConfigError(f"backend is {self.backend!r}; it is one of {', '.join(backends_of('cpu', 'cuda'))}")
         Member(rank=0, size=1, timeout_s=self.timeout_s)
@@ -78,6 +86,18 @@ class Brought:
     """float32[n, k]"""
     counts: torch.Tensor
     """int32[L]: the rows of each expert."""
+
+
+@dataclass(frozen=True)
+class ExpertWeights:
+    """The weights of this rank's experts, gate rows before up rows."""
+
+    gate_up: torch.Tensor
+    """[L, 2F, H]"""
+    down: torch.Tensor
+    """[L, H, F]"""
+    scales: tuple[torch.Tensor, torch.Tensor] | None = None
+    """float32 of blocks of 128 x 128, where the weights are float8_e4m3fn."""
 
 
 class ExpertRowsOfLayer:
@@ -113,6 +133,18 @@ class ExpertRowsOfLayer:
     def bring(
         self, x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor, most: int, scales: torch.Tensor | None = None
     ) -> Brought:
+        """Send tokens as `send` does, and number the rows that came."""
+        got = self.send(x, ids, weights, most, scales)
+        there = got.count() if self.exact else len(got.x)
+        # Scales lie column by column, and kernels of engines want them row by row.
+        row_scales = None if got.scales is None else got.scales[:there].contiguous()
+        local, row_weights = self._experts_of_rows(got, there)
+        row_ids = torch.where(local >= 0, local + self.first_id, -1)
+        return Brought(got.x[:there], row_scales, row_ids, row_weights, got.expert_counts)
+
+    def send(
+        self, x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor, most: int, scales: torch.Tensor | None = None
+    ) -> Dispatched:
         """Send tokens, with the `scales` of values that are fp8 already. No rank gives more than `most` tokens."""
         size = min(size for size in self._exchanges if size >= min(most, self.spec.tokens))
         exchange = self._exchanges[size]
@@ -122,12 +154,22 @@ class ExpertRowsOfLayer:
         tokens = Tokens(x.contiguous(), ids.contiguous(), weights.float().contiguous(), None, scales, False, self.site)
         got = exchange.dispatch_unkept(tokens, out)
         self._got = exchange, got
-        there = got.count() if self.exact else len(out)
-        # Scales lie column by column, and kernels of engines want them row by row.
-        row_scales = None if got.scales is None else got.scales[:there].contiguous()
-        local, row_weights = self._experts_of_rows(got, there)
-        row_ids = torch.where(local >= 0, local + self.first_id, -1)
-        return Brought(got.x[:there], row_scales, row_ids, row_weights, got.expert_counts)
+        return got
+
+    def multiply(self, weights: ExpertWeights) -> torch.Tensor:
+        """Return the results of the experts, [C, H], row by row of those that came. The host waits for nothing.
+
+        Between CPU ranks rows cross wide. Experts of fp8 quantise them here then.
+        """
+        assert self._got is not None, "products follow a dispatch"
+        _, got = self._got
+        places = got.expert_offsets, got.expert_counts
+        if weights.scales is None:
+            return grouped_linear(grouped_swiglu(got.x, weights.gate_up, *places), weights.down, *places)
+        of_gate_up, of_down = weights.scales
+        rows = quantise(got.x) if got.scales is None else (got.x, got.scales)
+        h = grouped_swiglu(rows, (weights.gate_up, of_gate_up), *places, output="float8_e4m3")
+        return grouped_linear(h, (weights.down, of_down), *places).to(getattr(torch, self.spec.dtype))
 
     def _experts_of_rows(self, got: Dispatched, there: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Return the numbers of each row's experts on this rank, -1 where there is none, and the weights."""

@@ -10,7 +10,8 @@ torch = pytest.importorskip("torch")
 
 from raymoe.exchange.choice import FUSED_CAPABILITY  # noqa: E402
 from raymoe.exchange.spec import ExchangeSpec  # noqa: E402
-from raymoe.integrations.vllm_rows import ExpertRowsOfLayer, Options  # noqa: E402
+from raymoe.fp8 import quantise_weight  # noqa: E402
+from raymoe.integrations.vllm_rows import ExpertRowsOfLayer, ExpertWeights, Options  # noqa: E402
 from raymoe.memory.world import World  # noqa: E402
 from tests.gpu.ranks import GPUS, NEEDS_GPU, GpuRanks  # noqa: E402
 
@@ -113,3 +114,70 @@ def test_steps_equal_a_layer_without_ranks(ranks: GpuRanks, exact: bool, fp8: bo
     for errors in ranks.run(RANKS, run_steps, exact, fp8, layout):
         assert len(errors) == len(STEPS) * (1 if exact else 4)
         assert max(errors) < 2e-2
+
+
+FFN = 256
+
+
+def weights_of(experts: int, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
+    """Draw the weights of all experts, the same on every rank."""
+    source = torch.Generator().manual_seed(11)
+    gate_up = torch.randn(experts, 2 * FFN, H, generator=source) / H**0.5
+    down = torch.randn(experts, H, FFN, generator=source) / FFN**0.5
+    return gate_up.to(device, torch.bfloat16), down.to(device, torch.bfloat16)
+
+
+def apart(step: Step, gate_up: torch.Tensor, down: torch.Tensor) -> float:
+    """Return how far y is from a layer without ranks, as a part of its norm."""
+    wanted = torch.zeros(step.y.shape, device=step.device)
+    for k in range(K):
+        up = torch.einsum("nfh,nh->nf", gate_up.float()[step.ids[:, k]], step.x.float())
+        gate, up = up.split(FFN, dim=1)
+        h = torch.nn.functional.silu(gate) * up
+        wanted += step.weights[:, k, None] * torch.einsum("nhf,nf->nh", down.float()[step.ids[:, k]], h)
+    return float(((step.y.float() - wanted).norm() / wanted.norm()).nan_to_num(torch.inf))
+
+
+def run_products(world: World, fp8: bool) -> list[float]:
+    """Run each step with raymoe's products as the experts, and replay it three times with other tokens."""
+    fp8_wire: dict[str, Any] = {"wire": "float8_e4m3", "output": "raw"} if fp8 else {}
+    spec = ExchangeSpec(64, H, 4 * world.size, K, alignment=16, depth=0, **fp8_wire)
+    rows = ExpertRowsOfLayer(world, spec, Options(experts="raymoe"), exact=False, first_id=4 * world.rank)
+    gate_up, down = weights_of(spec.experts, world.device)
+    mine = slice(4 * world.rank, 4 * world.rank + 4)
+    weights = ExpertWeights(gate_up[mine], down[mine])
+    if fp8:
+        (of_gate_up, of_down), scales = zip(quantise_weight(gate_up[mine]), quantise_weight(down[mine]), strict=True)
+        weights = ExpertWeights(of_gate_up, of_down, scales)
+    found, graphs = [], []
+    with torch.inference_mode():
+        for number, counts in enumerate(STEPS):
+            step = Step(world, counts[world.rank], spec.experts, fp8=False)
+
+            def run(step: Step = step, most: int = max(counts)) -> None:
+                rows.send(step.x, step.ids, step.weights, most)
+                rows.combine(rows.multiply(weights), True, step.y)
+
+            step.fill(100 * number + world.rank)
+            run()
+            found.append(apart(step, gate_up, down))
+            graph, side = torch.cuda.CUDAGraph(), torch.cuda.Stream(world.device)
+            torch.cuda.synchronize()  # no eager operation may run on another stream than the capture's
+            with torch.cuda.stream(side):
+                with torch.cuda.graph(graph, stream=side, capture_error_mode="thread_local"):
+                    run()
+                for seed in range(3):
+                    step.fill(100 * number + 10 * seed + world.rank + 2)
+                    graph.replay()
+                    found.append(apart(step, gate_up, down))
+            torch.cuda.synchronize()
+            graphs.append(graph)
+    rows.largest.check()
+    assert rows.largest.failure() is None
+    return found
+
+
+@pytest.mark.parametrize("fp8", [False, True])
+def test_products_of_raymoe_equal_a_layer_without_ranks(ranks: GpuRanks, fp8: bool) -> None:
+    for found in ranks.run(RANKS, run_products, fp8):
+        assert len(found) == 4 * len(STEPS) and max(found) < (0.1 if fp8 else 0.01)

@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from tests.hosts.conftest import ROOT, python_of
+from tests.hosts.conftest import BROKEN_BY_VLLM, ROOT, python_of
 from tests.hosts.vllm_prompts import LENGTHS, SPREADS
 
 pytestmark = [pytest.mark.thorough, pytest.mark.timeout(1800)]
@@ -35,7 +35,7 @@ def run_vllm(tmp_path: Path) -> RunVllm:
     (installed / "entry_points.txt").write_text("\n".join(lines))
 
     def run(module: str, *arguments: str, **variables: str) -> subprocess.CompletedProcess[str]:
-        python = python_of("vllm", without=("torchvision",))
+        python = python_of("vllm", without=BROKEN_BY_VLLM)
         environment = {**os.environ, "PYTHONPATH": f"{ROOT}:{tmp_path}", "OMP_NUM_THREADS": "1", **variables}
         command = [str(python), "-m", module, *arguments]
         streams: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
@@ -57,14 +57,23 @@ def result_of(done: subprocess.CompletedProcess[str]) -> Any:
 
 
 @pytest.mark.parametrize(
-    ("dtype", "layout", "bound"), [("float32", "expert", 1e-4), ("bfloat16", "expert", 0.2), ("float32", "token", 1e-4)]
+    ("dtype", "options", "bound"),
+    [
+        ("float32", {}, 1e-4),
+        ("bfloat16", {}, 0.2),
+        ("float32", {"layout": "token"}, 1e-4),
+        ("float32", {"experts": "raymoe"}, 1e-4),
+    ],
+    ids=str,
 )
-def test_two_ranks_generate_the_tokens_of_one_process(run_vllm: RunVllm, dtype: str, layout: str, bound: float) -> None:
+def test_two_ranks_generate_the_tokens_of_one_process(
+    run_vllm: RunVllm, dtype: str, options: dict[str, str], bound: float
+) -> None:
     """Three calls: with uneven prompts, and with none on either rank. A rank that has none left still takes part.
 
     A step has two dispatches, one for each layer. There is a step for each token that the longest prompt gets.
     """
-    result = result_of(run_vllm("tests.hosts.vllm_model", dtype, layout))
+    result = result_of(run_vllm("tests.hosts.vllm_model", dtype, json.dumps(options)))
     (alone,) = result["alone"]
     assert alone["loaded"] and alone["registered"]
     assert len({token for each in alone["found"] for token in each["tokens"]}) > 10, "tokens depend on the prompts"

@@ -142,9 +142,9 @@ def run_alone(folder: str, rank: int, dtype: str) -> dict[str, Any]:
     return {"found": found, "routes": recorded(engine), **known}
 
 
-def run_spread(folder: str, rank: int, dtype: str, layout: str) -> dict[str, Any]:
+def run_spread(folder: str, rank: int, dtype: str, options: dict[str, Any]) -> dict[str, Any]:
     """Generate on two ranks, three times, with other prompts on each."""
-    engine = make_engine(folder, 2, dtype, {"layout": layout})
+    engine = make_engine(folder, 2, dtype, options)
     begin_recording(engine)
     calls = []
     for spread in SPREADS:
@@ -218,7 +218,7 @@ def on_ranks(ranks: int, case: Callable[..., dict[str, Any]], folder: str, *argu
     return [found[rank] for rank in sorted(found)]
 
 
-def main(case: str, layout: str = "expert") -> None:
+def main(case: str, options: str = "{}") -> None:
     mp.set_start_method("spawn")
     with tempfile.TemporaryDirectory() as folder:
         maker = mp.Process(target=make_model, args=(folder,))
@@ -235,7 +235,7 @@ def main(case: str, layout: str = "expert") -> None:
         else:
             found = {
                 "alone": on_ranks(1, run_alone, folder, case),
-                "spread": on_ranks(2, run_spread, folder, case, layout),
+                "spread": on_ranks(2, run_spread, folder, case, json.loads(options)),
             }
     print(json.dumps({"result": found}))
 

@@ -19,13 +19,13 @@ def register() -> None:
         return
     from raymoe.integrations.vllm_rows import ExpertRowsOfLayer
 
-    real = ExpertRowsOfLayer.bring
+    real = ExpertRowsOfLayer.send
 
-    def bring(self: Any, x: Any, *rest: Any) -> Any:
+    def send(self: Any, x: Any, *rest: Any) -> Any:
         with Path(folder, rank).open("a") as file:
             file.write(f"{len(x)}\n")
         if os.environ.get("RAYMOE_TEST_KILL") == rank and len(x) == 1:
             os.kill(os.getpid(), signal.SIGKILL)
         return real(self, x, *rest)
 
-    ExpertRowsOfLayer.bring = bring  # type: ignore[method-assign]
+    ExpertRowsOfLayer.send = send  # type: ignore[method-assign]

@@ -17,7 +17,8 @@ from raymoe.exchange.arguments import Arguments
 from raymoe.exchange.backend import Tokens
 from raymoe.exchange.exchange import Exchange
 from raymoe.exchange.spec import ExchangeSpec
-from raymoe.integrations.vllm_rows import ExpertRowsOfLayer, Options
+from raymoe.fp8 import quantise_weight
+from raymoe.integrations.vllm_rows import ExpertRowsOfLayer, ExpertWeights, Options
 from raymoe.memory.world import World
 from tests.unit.moe.gradient_cases import close
 from tests.unit.ranks import RankPool
@@ -89,6 +90,41 @@ def test_uneven_steps_equal_a_layer_without_ranks(pool: RankPool, exact: bool, w
         assert [rows for rows, _, _ in seen] == ([rows for *_, rows in seen] if exact else [static, static])
 
 
+def multiply_steps(world: World, fp8: bool) -> None:
+    """Run the experts of raymoe on all steps, and compare with a layer without ranks."""
+    hidden, ffn = (256, 128) if fp8 else (H, 8)
+    source = torch.Generator().manual_seed(5)
+    gate_up = torch.randn(EXPERTS, 2 * ffn, hidden, generator=source) / hidden**0.5
+    down = torch.randn(EXPERTS, hidden, ffn, generator=source) / ffn**0.5
+    mine = slice(world.rank * EXPERTS // world.size, (world.rank + 1) * EXPERTS // world.size)
+    weights = ExpertWeights(gate_up[mine], down[mine])
+    if fp8:
+        (of_gate_up, of_down), scales = zip(quantise_weight(gate_up[mine]), quantise_weight(down[mine]), strict=True)
+        weights = ExpertWeights(of_gate_up, of_down, scales)
+    spec = replace(SPEC, hidden=hidden, alignment=16, dtype="bfloat16" if fp8 else "float32")
+    rows = ExpertRowsOfLayer(world, spec, Options(experts="raymoe"), exact=True, first_id=0)
+    for step, counts in enumerate(STEPS):
+        _, ids, routed = tokens_of(world.rank, step)
+        x = torch.randn(len(ids), hidden, generator=source).to(getattr(torch, spec.dtype))
+        rows.send(x, ids, routed, max(counts))
+        out = torch.full_like(x, torch.nan)
+        rows.combine(rows.multiply(weights), True, out)
+        y = torch.zeros(x.shape)
+        for token, k in (ids >= 0).nonzero().tolist():
+            gate, up = (gate_up[ids[token, k]] @ x[token].float()).split(ffn)
+            y[token] += routed[token, k] * (down[ids[token, k]] @ (torch.nn.functional.silu(gate) * up))
+        if fp8:
+            apart, size = float((out.float() - y).norm()), float(y.norm())
+            assert apart <= 0.1 * size, (step, apart, size)
+        else:
+            close(f"y of step {step}", out, y.double(), 1e-5)
+
+
+@pytest.mark.parametrize("fp8", [False, True])
+def test_experts_of_raymoe_equal_a_layer_without_ranks(pool: RankPool, fp8: bool) -> None:
+    pool.run(2, multiply_steps, fp8)
+
+
 def test_experts_may_write_to_the_memory_of_the_output() -> None:
     """vLLM does that where as many rows came as the rank has tokens."""
     (world,) = wired(1)
@@ -111,7 +147,9 @@ def test_what_no_graph_captures_is_refused() -> None:
 @pytest.mark.parametrize(
     ("chosen", "message"),
     [
-        ({"backends": "host"}, "have 'backends'; there are backend, sms, layout, timeout_s"),
+        ({"backends": "host"}, "have 'backends'; there are backend, sms, experts, layout, timeout_s"),
+        ({"experts": "triton"}, "experts is 'triton'; it is vllm or raymoe"),
+        ({"experts": "raymoe", "layout": "token"}, "raymoe's experts take rows expert by expert: leave out layout"),
         ({"backend": "hots"}, "backend is 'hots'; it is one of auto"),
         ({"layout": "rank"}, "layout is 'rank'; it is expert or token"),
         ({"timeout_s": 0}, "timeout_s"),
