@@ -129,4 +129,14 @@ def test_what_it_cannot_take_is_refused_by_a_sentence(run_vllm: RunVllm) -> None
         ),
         "blocks": None,
         "quantised by the experts": None,
+        "own": None,
+        "own, fp8": None,
+        "own, other blocks": (
+            "its weights are those of Fp8MoEMethod, neither wide nor fp8 in blocks of 128: "
+            'leave out "experts": "raymoe"'
+        ),
+        "own, another activation": 'its experts are not SwiGLU without biases: leave out "experts": "raymoe"',
+        "own, biases": 'its experts are not SwiGLU without biases: leave out "experts": "raymoe"',
+        "own, padded": 'UnquantizedFusedMoEMethod pads its experts here: leave out "experts": "raymoe"',
+        "own, round robin": "experts are placed round_robin, and raymoe places them linear",
     }
