@@ -4,9 +4,9 @@
 
 Tokens of a rank in the shape of DeepSeek-V3, bfloat16, every rank with as many. `bring` sends them to their experts,
 as the adapter's `prepare` does, and `both` also combines results that are there, as its `finalize` does. Rows are not
-exact, so all is captured. The all-gather brings every token with ids and weights to every rank, by three calls of
-NCCL; the reduce-scatter adds the ranks' sums. No experts run. Times are by the clock of workload exchange: graphs, a
-cold L2 cache, the slowest rank, in microseconds.
+exact, so all is captured. Rows for the experts of raymoe, `own`, need no numbers. The all-gather brings every token
+with ids and weights to every rank, by three calls of NCCL; the reduce-scatter adds the ranks' sums. No experts run.
+Times are by the clock of workload exchange: graphs, a cold L2 cache, the slowest rank, in microseconds.
 """
 
 from __future__ import annotations
@@ -29,26 +29,30 @@ from raymoe.workload.clock import calls_of
 from tests.perf.turns import in_turns
 
 HIDDEN, EXPERTS, TOPK = 7168, 256, 8
-LAYOUTS = ("expert", "token")
+WAYS = {"expert": Options(), "token": Options(layout="token"), "own": Options(experts="raymoe")}
 
 
 def add_rows(
-    works: dict[str, Callable[[], None]], rows: ExpertRowsOfLayer, inputs: tuple[torch.Tensor, ...], out: torch.Tensor
+    works: dict[str, Callable[[], None]],
+    way: str,
+    rows: ExpertRowsOfLayer,
+    inputs: tuple[torch.Tensor, ...],
+    out: torch.Tensor,
 ) -> None:
     """Add what the adapter does before the experts, and before and after them."""
-    layout, tokens = rows.spec.layout, len(inputs[0])
-    x, ids, weights = inputs
-    results = torch.zeros_like(rows.bring(x, ids, weights, tokens).x)
-    rows.combine(results, layout == "expert", out)
+    weighted, tokens = rows.spec.layout == "expert", len(inputs[0])
+    send = rows.send if way == "own" else rows.bring
+    results = torch.zeros_like(send(*inputs, tokens).x)
+    rows.combine(results, weighted, out)
 
     def bring() -> None:
-        rows.bring(x, ids, weights, tokens)
+        send(*inputs, tokens)
 
     def both() -> None:
         bring()
-        rows.combine(results, layout == "expert", out)
+        rows.combine(results, weighted, out)
 
-    works[f"{layout}, bring"], works[f"{layout}, both"] = bring, both
+    works[f"{way}, bring"], works[f"{way}, both"] = bring, both
 
 
 def add_gathered(
@@ -81,16 +85,17 @@ def timed(world: raymoe.World, group: dist.ProcessGroup, tokens: int, rounds: in
     weights, ids = torch.rand(tokens, EXPERTS, device=world.device, generator=source).topk(TOPK)
     inputs, out = (x, ids.to(torch.int32), weights), torch.empty_like(x)
     works: dict[str, Callable[[], None]] = {}
-    ways = []
-    for layout in LAYOUTS:
-        spec = raymoe.ExchangeSpec(tokens, HIDDEN, EXPERTS, TOPK, layout=layout, alignment=1, depth=0)
+    made = []
+    for way, options in WAYS.items():
+        alignment = 16 if way == "own" else 1
+        spec = raymoe.ExchangeSpec(tokens, HIDDEN, EXPERTS, TOPK, layout=options.layout, alignment=alignment, depth=0)
         first_id = EXPERTS // world.size * world.rank
-        ways.append(ExpertRowsOfLayer(world, spec, Options(), exact=False, first_id=first_id))
-        add_rows(works, ways[-1], inputs, out)
+        made.append(ExpertRowsOfLayer(world, spec, options, exact=False, first_id=first_id))
+        add_rows(works, way, made[-1], inputs, out)
     add_gathered(works, group, inputs, out)
 
     def check() -> None:
-        for rows in ways:
+        for rows in made:
             rows.largest.check()
 
     return in_turns(world, works, check, calls_of(tokens), rounds)
