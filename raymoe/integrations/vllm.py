@@ -42,49 +42,46 @@ ALIGNMENT = 16
 """Products take rows of an expert from multiples of this on."""
 
 
+def make_rows(moe: Any, options: Options, *, raw: bool, alignment: int, exact: bool) -> ExpertRowsOfLayer:
+    """Make what brings the rows of one layer; `raw` rows come as fp8 with scales."""
+    on_gpu = current_platform.is_cuda()
+    device = f"cuda:{torch.cuda.current_device()}" if on_gpu else "cpu"
+    world = World.of(get_ep_group().cpu_group, device=device, timeout_s=options.timeout_s, shared=True)
+    spec = ExchangeSpec(
+        moe.max_num_tokens,
+        moe.hidden_dim,
+        moe.num_experts,
+        moe.experts_per_token,
+        dtype=str(moe.in_dtype).removeprefix("torch."),
+        wire=FP8 if raw else None,
+        output="raw" if raw else "dequantised",
+        layout=options.layout,
+        alignment=alignment,
+        depth=0,
+    )
+    # Experts on CPUs take ids of this rank's experts, those on GPUs ids of all experts.
+    first_id = world.rank * spec.local_experts(world.size) if on_gpu else 0
+    rows = ExpertRowsOfLayer(world, spec, options, exact=exact, first_id=first_id)
+    if on_gpu:
+        world.shared(FailureWatch).add(rows.largest)
+    _logger.info_once(
+        "raymoe (%s) moves the rows of %d experts between %d ranks; this is rank %d",
+        rows.largest.backend,
+        moe.num_experts,
+        world.size,
+        world.rank,
+    )
+    return rows
+
+
 class RaymoePrepareAndFinalize(mk.FusedMoEPrepareAndFinalizeModular):  # type: ignore[misc]
     """The steps before and after the experts of one layer: a dispatch and a combine."""
 
     activation_format = mk.FusedMoEActivationFormat.Standard
 
-    def __init__(self, moe: Any, options: Options, experts: Any, eager: bool) -> None:
-        """`experts` are those that get the rows."""
+    def __init__(self, moe: Any, rows: ExpertRowsOfLayer) -> None:
         super().__init__()
-        self.moe = moe
-        self.own = experts if isinstance(experts, RaymoeExperts) else None
-        on_gpu = current_platform.is_cuda()
-        fp8 = experts.quant_config.quant_dtype is not None
-        self.quantises = fp8 and self.own is None and not experts.expects_unquantized_inputs
-        raw = on_gpu and fp8 if self.own is not None else self.quantises
-        device = f"cuda:{torch.cuda.current_device()}" if on_gpu else "cpu"
-        world = World.of(get_ep_group().cpu_group, device=device, timeout_s=options.timeout_s, shared=True)
-        spec = ExchangeSpec(
-            moe.max_num_tokens,
-            moe.hidden_dim,
-            moe.num_experts,
-            moe.experts_per_token,
-            dtype=str(moe.in_dtype).removeprefix("torch."),
-            wire=FP8 if raw else None,
-            output="raw" if raw else "dequantised",
-            layout=options.layout,
-            alignment=1 if self.own is None else ALIGNMENT,
-            depth=0,
-        )
-        # Experts on CPUs take ids of this rank's experts, those on GPUs ids of all experts.
-        first_id = world.rank * spec.local_experts(world.size) if on_gpu else 0
-        exact = not on_gpu or (eager and self.own is None)  # products read on the device how many rows came
-        self.rows = ExpertRowsOfLayer(world, spec, options, exact=exact, first_id=first_id)
-        if self.own is not None:
-            self.own.rows = self.rows
-        if on_gpu:
-            world.shared(FailureWatch).add(self.rows.largest)
-        _logger.info_once(
-            "raymoe (%s) moves the rows of %d experts between %d ranks; this is rank %d",
-            self.rows.largest.backend,
-            moe.num_experts,
-            world.size,
-            world.rank,
-        )
+        self.moe, self.rows = moe, rows
 
     def topk_indices_dtype(self) -> torch.dtype:
         """Return the dtype of the ids that the router gives."""
@@ -102,6 +99,20 @@ class RaymoePrepareAndFinalize(mk.FusedMoEPrepareAndFinalizeModular):  # type: i
         """Return that no rank has to add the results of others."""
         return True
 
+    def most_tokens(self, here: int) -> int:
+        """Return the most tokens of any rank in this step, which all ranks know; this one has `here`."""
+        ranks, parts = get_forward_context().dp_metadata, self.moe.moe_parallel_config.sp_size
+        return here if ranks is None else -(-int(ranks.num_tokens_across_dp_cpu.max()) // parts)
+
+
+class AroundItsExperts(RaymoePrepareAndFinalize):
+    """The steps around the experts that vLLM chose."""
+
+    def __init__(self, moe: Any, options: Options, experts: Any, eager: bool) -> None:
+        self.quantises = not experts.expects_unquantized_inputs and experts.quant_config.quant_dtype is not None
+        exact = eager or not current_platform.is_cuda()
+        super().__init__(moe, make_rows(moe, options, raw=self.quantises, alignment=1, exact=exact))
+
     def prepare(
         self,
         a1: torch.Tensor,
@@ -114,12 +125,7 @@ class RaymoePrepareAndFinalize(mk.FusedMoEPrepareAndFinalizeModular):  # type: i
         _, _, apply_router_weight_on_input, quant_config = others
         if apply_router_weight_on_input:
             a1 = a1 * topk_weights.to(a1.dtype)
-        most = _most_tokens(self.moe.moe_parallel_config.sp_size, len(a1))
-        if self.own is not None:
-            got = self.rows.send(a1, topk_ids, topk_weights, most)
-            weights = got.weights[:, None]
-            return got.x, None, None, torch.empty_like(weights, dtype=torch.int32), weights  # nobody reads the ids
-        scales = None
+        most, scales = self.most_tokens(len(a1)), None
         if self.quantises:  # with vLLM's own rounding, so that the experts see the same values as without raymoe
             quantised = quant_config.quant_dtype, False, quant_config.block_shape
             a1, scales = moe_kernel_quantize_input(a1, quant_config.a1_scale, *quantised)
@@ -138,9 +144,6 @@ class RaymoePrepareAndFinalize(mk.FusedMoEPrepareAndFinalizeModular):  # type: i
         weight_and_reduce_impl: Any,
     ) -> None:
         """Write the sums of the results to `output`. `topk_weights` and `topk_ids` are those of the rows."""
-        if self.own is not None:
-            self.rows.combine(self.own.take_results(), not apply_router_weight_on_input, output)
-            return
         rows, reduce, weighted = fused_expert_output, weight_and_reduce_impl, False
         if not isinstance(reduce, TopKWeightAndReduceNoOP):  # the experts have left weights and sums out
             if self.rows.spec.layout == "expert":
@@ -151,11 +154,42 @@ class RaymoePrepareAndFinalize(mk.FusedMoEPrepareAndFinalizeModular):  # type: i
         self.rows.combine(rows, weighted, output)
 
 
+class AroundProducts(RaymoePrepareAndFinalize):
+    """The steps around `RaymoeExperts`, which find the rows themselves, wherever they are."""
+
+    def __init__(self, moe: Any, options: Options, experts: RaymoeExperts) -> None:
+        on_gpu = current_platform.is_cuda()
+        raw = on_gpu and experts.quant_config.quant_dtype is not None  # between CPU ranks rows cross wide
+        super().__init__(moe, make_rows(moe, options, raw=raw, alignment=ALIGNMENT, exact=not on_gpu))
+        self._experts, experts.rows = experts, self.rows
+
+    def prepare(
+        self,
+        a1: torch.Tensor,
+        topk_weights: torch.Tensor,
+        topk_ids: torch.Tensor,
+        *others: Any,
+        defer_input_quant: bool = False,  # noqa: ARG002
+    ) -> tuple[Any, ...]:
+        """Send the tokens, and return all rows that there is memory for. Nobody reads the ids and the weights."""
+        _, _, apply_router_weight_on_input, _ = others
+        if apply_router_weight_on_input:
+            a1 = a1 * topk_weights.to(a1.dtype)
+        got = self.rows.send(a1, topk_ids, topk_weights, self.most_tokens(len(a1)))
+        weights = got.weights[:, None]
+        return got.x, None, None, torch.empty_like(weights, dtype=torch.int32), weights
+
+    def finalize(self, output: torch.Tensor, *others: Any) -> None:
+        """Write the weighted sums of the products to `output`. `others` are the last arguments of vLLM's."""
+        _, _, _, apply_router_weight_on_input, _ = others
+        self.rows.combine(self._experts.take_results(), not apply_router_weight_on_input, output)
+
+
 class RaymoeExperts(mk.FusedMoEExpertsModular):  # type: ignore[misc]
     """The experts of one layer by raymoe's products, of the rows that its dispatch brought, wherever they are."""
 
     rows: ExpertRowsOfLayer
-    """Set by the `RaymoePrepareAndFinalize` of the layer."""
+    """Set by the `AroundProducts` of the layer."""
 
     def __init__(self, moe_config: Any, quant_config: Any) -> None:
         super().__init__(moe_config, quant_config)
@@ -214,12 +248,6 @@ class RaymoeExperts(mk.FusedMoEExpertsModular):  # type: ignore[misc]
         results, self._results = self._results, None
         assert results is not None, "a combine follows the experts"
         return results
-
-
-def _most_tokens(parts: int, here: int) -> int:
-    """Return the most tokens of any rank in this step, which all ranks know."""
-    ranks = get_forward_context().dp_metadata
-    return here if ranks is None else -(-int(ranks.num_tokens_across_dp_cpu.max()) // parts)
 
 
 def _why_not(layer: Any, config: Any, own: bool = False) -> str | None:
@@ -301,9 +329,10 @@ class RaymoeRoutedExperts(RoutedExperts):  # type: ignore[misc]
             if own:
                 method.moe_quant_config = method.get_fused_moe_quant_config(layer)
                 experts = RaymoeExperts(layer.moe_config, method.moe_quant_config)
+                ours: RaymoePrepareAndFinalize = AroundProducts(layer.moe_config, options, experts)
             else:
                 experts = kernel.fused_experts
-            ours = RaymoePrepareAndFinalize(layer.moe_config, options, experts, config.model_config.enforce_eager)
+                ours = AroundItsExperts(layer.moe_config, options, experts, config.model_config.enforce_eager)
             method.moe_kernel = mk.FusedMoEKernel(ours, experts)
 
         method.process_weights_after_loading = process_and_take

@@ -92,10 +92,10 @@ def run_exchange(case: Case, world: World, progress: Callable[[Progress], None])
         result_line(case, op, traffic.by_op[op], samples, index)
         | shape_keys(case, str(keys["backend"]))
         | load_keys(load, index)
-        | keys
+        | ({"leaves_out": QUANTISATION} if op in SENDING and job.exchange.quantised else {})
+        | keys  # row push leaves out more, and says it
         | {"gbps_link": limits.get(op)}
         | {"l2": l2, "timeline": timelines.get(op) if l2 == "cold" else None}
-        | ({"leaves_out": QUANTISATION} if op in SENDING and job.exchange.quantised else {})
         | {"runs": runs_of(spec.tokens, keys.get("graph"), l2)}
         | host_times(samples, index)
         | domain_keys(world, spec, op)
