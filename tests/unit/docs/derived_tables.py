@@ -323,7 +323,7 @@ def product_ratios() -> Cells:
     return rows
 
 
-VLLM_WAYS = ("expert", "token", "all-gather")
+VLLM_WAYS = ("expert", "token", "own", "all-gather")
 HOST_STEPS = {"torchtitan": "torchtitan_step_h200x2.txt", "Megatron-Core": "megatron_step_h200x2.txt"}
 HOST_COLUMNS = (
     "{} all-gather",
