@@ -72,28 +72,30 @@ def test_a_crash_with_no_restart_left_exits_4_and_names_signal_and_log(
     assert str(victim) in match[1] and Path(match[1]).is_file()
 
 
+@pytest.mark.parametrize(
+    ("ranks", "stopped", "name"),
+    [
+        pytest.param(1, 0, "rank-alone-stopped", marks=pytest.mark.thorough),
+        (2, 0, "rank-stopped"),
+        pytest.param(3, 1, "rank-stopped", marks=pytest.mark.thorough),
+    ],
+)
 def test_a_rank_that_stops_answering_is_named_and_ends_the_run(
-    start: Start, head: Head, tmp_path: Path, fault: Fault
+    start: Start, head: Head, tmp_path: Path, fault: Fault, ranks: int, stopped: int, name: str
 ) -> None:
-    """Of one, two and three ranks the last but one, so that one, two and no other ranks wait for it."""
-    wanted = {1: 0, 2: 0, 3: 1}
-    runs = {}
-    for ranks in wanted:  # one after the other: ranks that start on busy cores would miss their own time limits
-        config = configs.write(tmp_path, f"of{ranks}", world__ranks=ranks, steps__count=configs.LONG)
-        runs[ranks] = start(config, "--address", head.address, first=CALM)
-        runs[ranks].wait_for(r"case 1/1 default: step")
-    faults = {1: fault.another(), 2: fault, 3: fault.another()}
-    for ranks, run in runs.items():
-        faults[ranks].strike("rank-alone-stopped" if ranks == 1 else "rank-stopped", run)
-        os.kill(run.pids()[wanted[ranks]], signal.SIGSTOP)
-    for ranks, run in reversed(runs.items()):  # the run of one rank ends last
-        assert faults[ranks].ended(20) == 5, run.stderr()
-        line = faults[ranks].line
-        assert line is not None and line["seconds"] < 2 + 10  # wait_timeout_s + 10
-        assert line["processes_left"] == 0, "a stopped rank holds its GPU"
-        assert f"rank {wanted[ranks]}" in run.last_line()
-        generations = summary_of(run.out)["generations"]
-        assert len(generations) == 1 and generations[0]["culprit"] == wanted[ranks]
+    """No other rank waits for it, one or two."""
+    run = start(
+        configs.write(tmp_path, world__ranks=ranks, steps__count=configs.LONG), "--address", head.address, first=CALM
+    )
+    run.wait_for(r"case 1/1 default: step")
+    fault.strike(name, run)
+    os.kill(run.pids()[stopped], signal.SIGSTOP)
+    assert fault.ended(20) == 5, run.stderr()
+    assert fault.line is not None and fault.line["seconds"] < 2 + 10  # wait_timeout_s + 10
+    assert fault.line["processes_left"] == 0, "a stopped rank holds its GPU"
+    assert f"rank {stopped}" in run.last_line()
+    generations = summary_of(run.out)["generations"]
+    assert len(generations) == 1 and generations[0]["culprit"] == stopped
 
 
 @pytest.mark.thorough

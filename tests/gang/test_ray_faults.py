@@ -109,6 +109,7 @@ def test_a_gcs_that_stops_while_ranks_are_placed_is_named(start: Start, tmp_path
     assert run.last_line().startswith(said)
 
 
+@pytest.mark.thorough
 def test_a_driver_that_is_stopped_or_killed_takes_its_ranks_along(
     start: Start, head: Head, tmp_path: Path, fault: Fault
 ) -> None:

@@ -195,6 +195,7 @@ def test_an_unreachable_cluster_address_is_named_and_exits_3(start: Start, tmp_p
         assert address in run.last_line()
 
 
+@pytest.mark.thorough
 def test_a_port_that_is_no_cluster_is_given_up_after_a_timeout(start: Start, tmp_path: Path, silent_port: int) -> None:
     first = "from raymoe.gang import cluster; cluster.CONNECT_S = 4.0"
     run = start(configs.write(tmp_path), "--address", f"127.0.0.1:{silent_port}", first=first)
@@ -208,6 +209,7 @@ def test_a_heap_larger_than_memory_is_refused_before_ray_starts(start: Start, tm
     assert "GiB" in run.last_line() and "local Ray" not in run.stderr()
 
 
+@pytest.mark.thorough
 def test_a_heap_larger_than_memory_on_a_cluster_is_refused_by_its_node(
     start: Start, head: Head, tmp_path: Path
 ) -> None:

@@ -35,6 +35,7 @@ def stop_and_check(fault: Fault, name: str, run: Command, number: signal.Signals
     check(fault, run, number)
 
 
+@pytest.mark.thorough
 def test_sigterm_while_ray_starts_stops_the_run(start: Start, tmp_path: Path, fault: Fault) -> None:
     """`ray.init` has its own SIGTERM handler. One run gets the signal early in it, one late."""
     config = configs.write(tmp_path, world__ranks=2, steps__count=configs.LONG)
@@ -60,10 +61,17 @@ def test_sigterm_before_the_first_step_stops_the_run(start: Start, head: Head, t
         check(its, run, signal.SIGTERM)
 
 
+@pytest.mark.parametrize(
+    "numbers",
+    [
+        (signal.SIGTERM, signal.SIGINT),
+        pytest.param((signal.SIGHUP, signal.SIGQUIT), marks=pytest.mark.thorough),
+    ],
+    ids=["term-int", "hup-quit"],
+)
 def test_a_signal_during_steps_ends_the_ranks_on_a_cluster(
-    start: Start, head: Head, tmp_path: Path, fault: Fault
+    start: Start, head: Head, tmp_path: Path, fault: Fault, numbers: tuple[signal.Signals, signal.Signals]
 ) -> None:
-    numbers = [signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT]
     config = configs.write(tmp_path, world__ranks=1, steps__count=configs.LONG)
     runs = [start(config, "--address", head.address, first=CALM) for _ in numbers]
     for run in runs:

@@ -394,8 +394,8 @@ def test_the_reduced_search_finds_every_ending_of_larger_cases(case):
 
 
 SMALL = [
-    Case(2, "D C", (ONE_WAY,), counting_blocks=0),
     Case(2, "D", (empty(2),), counting_blocks=0, timeouts=True),
+    Case(2, "D C", (ONE_WAY,), counting_blocks=0),
     Case(2, COPIED, (ONE_WAY,), counting_blocks=0),
     Case(1, "X D X D", OWN_1, own="copied", counting_blocks=0),
     Case(1, "X D X D", OWN_1, own="copied", counting_blocks=0, timeouts=True),
