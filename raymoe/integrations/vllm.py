@@ -99,6 +99,24 @@ class RaymoePrepareAndFinalize(mk.FusedMoEPrepareAndFinalizeModular):  # type: i
         """Return that no rank has to add the results of others."""
         return True
 
+    def prepare(
+        self,
+        a1: torch.Tensor,
+        topk_weights: torch.Tensor,
+        topk_ids: torch.Tensor,
+        *others: Any,
+        defer_input_quant: bool = False,  # noqa: ARG002
+    ) -> tuple[Any, ...]:
+        """Send the tokens, and return the rows for this rank's experts. `others` are the last arguments of vLLM's."""
+        _, _, apply_router_weight_on_input, quant_config = others
+        if apply_router_weight_on_input:
+            a1 = a1 * topk_weights.to(a1.dtype)
+        return self.rows_of(a1, topk_weights, topk_ids, quant_config)
+
+    def rows_of(self, x: torch.Tensor, weights: torch.Tensor, ids: torch.Tensor, quant_config: Any) -> tuple[Any, ...]:
+        """Return what `prepare` returns: rows, their scales, counts by expert, and ids and weights of the rows."""
+        raise NotImplementedError
+
     def most_tokens(self, here: int) -> int:
         """Return the most tokens of any rank in this step, which all ranks know; this one has `here`."""
         ranks, parts = get_forward_context().dp_metadata, self.moe.moe_parallel_config.sp_size
@@ -113,23 +131,13 @@ class AroundItsExperts(RaymoePrepareAndFinalize):
         exact = eager or not current_platform.is_cuda()
         super().__init__(moe, make_rows(moe, options, raw=self.quantises, alignment=1, exact=exact))
 
-    def prepare(
-        self,
-        a1: torch.Tensor,
-        topk_weights: torch.Tensor,
-        topk_ids: torch.Tensor,
-        *others: Any,
-        defer_input_quant: bool = False,  # noqa: ARG002
-    ) -> tuple[Any, ...]:
-        """Send the tokens, and return the rows for this rank's experts. `others` are the last arguments of vLLM's."""
-        _, _, apply_router_weight_on_input, quant_config = others
-        if apply_router_weight_on_input:
-            a1 = a1 * topk_weights.to(a1.dtype)
-        most, scales = self.most_tokens(len(a1)), None
+    def rows_of(self, x: torch.Tensor, weights: torch.Tensor, ids: torch.Tensor, quant_config: Any) -> tuple[Any, ...]:
+        """Bring the rows that came, numbered for experts that take any order."""
+        most, scales = self.most_tokens(len(x)), None
         if self.quantises:  # with vLLM's own rounding, so that the experts see the same values as without raymoe
             quantised = quant_config.quant_dtype, False, quant_config.block_shape
-            a1, scales = moe_kernel_quantize_input(a1, quant_config.a1_scale, *quantised)
-        brought = self.rows.bring(a1, topk_ids, topk_weights, most, scales)
+            x, scales = moe_kernel_quantize_input(x, quant_config.a1_scale, *quantised)
+        brought = self.rows.bring(x, ids, weights, most, scales)
         ids = brought.ids if current_platform.is_cuda() else brought.ids.clamp(min=0)  # the weight of no expert is 0
         counts = mk.ExpertTokensMetadata(expert_num_tokens=brought.counts, expert_num_tokens_cpu=None)
         return brought.x, brought.scales, counts, ids, brought.weights
@@ -163,19 +171,15 @@ class AroundProducts(RaymoePrepareAndFinalize):
         super().__init__(moe, make_rows(moe, options, raw=raw, alignment=ALIGNMENT, exact=not on_gpu))
         self._experts, experts.rows = experts, self.rows
 
-    def prepare(
+    def rows_of(
         self,
-        a1: torch.Tensor,
-        topk_weights: torch.Tensor,
-        topk_ids: torch.Tensor,
-        *others: Any,
-        defer_input_quant: bool = False,  # noqa: ARG002
+        x: torch.Tensor,
+        weights: torch.Tensor,
+        ids: torch.Tensor,
+        quant_config: Any,  # noqa: ARG002
     ) -> tuple[Any, ...]:
-        """Send the tokens, and return all rows that there is memory for. Nobody reads the ids and the weights."""
-        _, _, apply_router_weight_on_input, _ = others
-        if apply_router_weight_on_input:
-            a1 = a1 * topk_weights.to(a1.dtype)
-        got = self.rows.send(a1, topk_ids, topk_weights, self.most_tokens(len(a1)))
+        """Return all rows that there is memory for. Nobody reads the ids and the weights."""
+        got = self.rows.send(x, ids, weights, self.most_tokens(len(x)))
         weights = got.weights[:, None]
         return got.x, None, None, torch.empty_like(weights, dtype=torch.int32), weights
 
