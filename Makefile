@@ -35,9 +35,9 @@ lint: $(STAMP)
 types: $(STAMP)
 	$(BIN)/mypy
 
-# Two halves that take the same time run side by side, because tests of Ray and of worlds wait a lot. Their output comes
-# last. A third part beside them would make `make test` shorter, and tests with deadlines of seconds fail on two slow
-# cores.
+# Two halves that take about the same time run side by side, because tests of Ray and of worlds wait a lot. Their output
+# comes last. A third part beside them would make `make test` shorter, and tests with deadlines of seconds fail on two
+# slow cores.
 SECOND := tests/gang $(addprefix tests/unit/,config docs gang house integrations memory net report workload)
 define HALVES
 @log=$$(mktemp) && { $(BIN)/pytest $(1) $(SECOND) >$$log 2>&1 & } && gang=$$! && trap "kill $$gang; exit 130" INT TERM && \

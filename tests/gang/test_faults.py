@@ -83,7 +83,7 @@ def test_a_crash_with_no_restart_left_exits_4_and_names_signal_and_log(
 def test_a_rank_that_stops_answering_is_named_and_ends_the_run(
     start: Start, head: Head, tmp_path: Path, fault: Fault, ranks: int, stopped: int, name: str
 ) -> None:
-    """No other rank waits for it, one or two."""
+    """None, one or two other ranks wait for it."""
     run = start(
         configs.write(tmp_path, world__ranks=ranks, steps__count=configs.LONG), "--address", head.address, first=CALM
     )
